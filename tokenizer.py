@@ -1,0 +1,450 @@
+"""The published byte-level BPE vocabularies, encoded by tiktoken.
+
+A checkpoint ships its vocabulary as Meta's `tokenizer.model` (Llama 3: one base64 token and its rank a line) or as
+Hugging Face's `tokenizer.json` (Llama 3.x, Qwen-3, SmolLM2, our own). Both become one `tiktoken.Encoding` that gives
+the ids the checkpoint was trained on. tiktoken merges by the rank of the merged token, tokenizer.json by the order of
+its merges, and its ids need not be in that order: our ranks are therefore places in the list of merges, and `ids`
+maps them to token ids.
+
+Known differences, all in text no model has seen: NFC uses Python's Unicode tables, `tokenizers` older ones (marks
+newer than Unicode 9 are reordered differently); characters newer than Unicode 16 may be digits there and not here.
+"""
+
+import base64
+import binascii
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import unicodedata
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import regex
+import tiktoken
+
+FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+WANTED = "wanted a byte-level BPE tokenizer.json or Llama 3's tokenizer.model; use a Llama-3, Qwen-3 or SmolLM2 folder"
+
+# tokenizer.json writes bytes as printable characters: themselves where printable, else the next one from U+0100.
+PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
+CONTROL = [b for b in range(256) if b not in PRINTABLE]
+ALPHABET = {chr(b): b for b in PRINTABLE} | {chr(256 + n): b for n, b in enumerate(CONTROL)}  # character -> byte
+
+LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGIT = r"\p{N}"
+# Single digits cut out first, then GPT2 on what lies between: white space before a digit ends its piece there.
+DIGIT_GPT2 = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+
+# tiktoken's regex engine backtracks on a stack of fixed depth: a million blanks in a row overflow it.
+LONG_BLANK = re.compile(r"(?<!\s)\s{100000}")
+PLACEHOLDER = 0x100000  # private-use plane 16
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be used, said in one line."""
+
+
+# ----------------------------------------------------------------------------- merges -> ranks
+
+def boundary_holds(left, right, number, halves, merge_rank):
+    """Whether BPE on the text of `left + right` arrives at exactly these two tokens: no merge across their boundary
+    comes first. Undoes the two tokens from the newest merge back, looking at the pair that faced the boundary."""
+    while left in halves or right in halves:
+        if number[left] > number[right]:
+            limit, left = number[left], halves[left][1]
+        else:  # a tie is the same token twice: the left one was merged first, so the right one is undone first
+            limit, right = number[right] + 1, halves[right][0]
+        if merge_rank.get((left, right), limit) < limit:
+            return False
+    return True
+
+
+def merge_alone(token, merge_rank):
+    """BPE, spelled out: the tokens that `token`'s own characters merge into, and the last pair merged."""
+    parts, last = list(token), None
+    while pairs := [(merge_rank[p], i) for i, p in enumerate(zip(parts, parts[1:])) if p in merge_rank]:
+        i = min(pairs)[1]
+        last = (parts[i], parts[i + 1])
+        parts[i:i + 2] = ["".join(last)]
+    return parts, last
+
+
+def merges_to_ranks(vocab, merges, ignore_merges):
+    """tokenizer.json's vocab (token -> id) and merges (list of pairs) -> ({bytes: rank}, {rank: id}), -1 for a byte
+    that the vocabulary lacks.
+
+    tiktoken merges any two neighbours whose union is a token, tokenizer.json only listed pairs. Both do the same
+    if every token has the rank of the one merge that makes it from its own text, and if tokens that no merge makes
+    are left out. With `ignore_merges` a piece that is such a token is still found whole, so these go last.
+    """
+    merge_rank = {pair: 256 + i for i, pair in enumerate(merges)}
+    number, halves = dict(ALPHABET), {}  # token -> rank; token -> the two tokens it is merged from
+    for pair, rank in merge_rank.items():
+        left, right = pair
+        token = left + right
+        if (token in vocab and token not in number and left in number and right in number
+                and boundary_holds(left, right, number, halves, merge_rank)):
+            number[token], halves[token] = rank, pair
+    next_rank = 256 + len(merges)
+    for token in vocab:  # the few left: made by a merge listed before its parts', or by none
+        if token in number or not ALPHABET.keys() >= set(token):
+            continue
+        parts, last = merge_alone(token, merge_rank)
+        if parts == [token]:
+            number[token] = merge_rank[last]
+        elif ignore_merges and len(parts) == 2:  # tiktoken would join these two inside longer words as well
+            raise TokenizerError(f"has ignore_merges and {token!r}, which no merge makes")
+        elif ignore_merges:
+            number[token], next_rank = next_rank, next_rank + 1
+    ranks = {bytes(map(ALPHABET.__getitem__, token)): rank for token, rank in number.items()}
+    return ranks, {rank: vocab.get(token, -1) for token, rank in number.items()}
+
+
+# ----------------------------------------------------------------------------- pre-tokenizer -> patterns
+
+def split_patterns(pre_tokenizer):
+    """tokenizer.json's pre_tokenizer -> list of regexes, applied one after the other; a piece is one match."""
+    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
+    *splits, byte_level = steps
+    if byte_level["type"] != "ByteLevel" or byte_level.get("add_prefix_space"):
+        blank = " with add_prefix_space" if byte_level.get("add_prefix_space") else ""
+        raise TokenizerError(f"has a pre-tokenizer that ends in {byte_level['type']}{blank}")
+    patterns = []
+    for step in splits:
+        kind, behavior, pattern = step["type"], step.get("behavior"), step.get("pattern", {})
+        source = pattern["Regex"] if "Regex" in pattern else re.escape(pattern.get("String", ""))
+        if kind == "Digits":
+            patterns.append(whole_text(DIGIT if step["individual_digits"] else DIGIT + "+"))
+        elif kind == "Split" and behavior == "Isolated":
+            patterns.append(whole_text(source))
+        elif kind == "Split" and behavior == "Removed" and step["invert"]:
+            patterns.append(source)
+        else:
+            raise TokenizerError(f"has a pre-tokenizer {kind} {behavior or ''}")
+    if byte_level.get("use_regex", True):
+        patterns.append(whole_text(GPT2))
+    if patterns == [whole_text(DIGIT), whole_text(GPT2)]:
+        return [DIGIT_GPT2]
+    return patterns or [r"[\s\S]+"]
+
+
+def whole_text(pattern):
+    """The pattern, with the text between two matches a match of its own: tiktoken would drop it."""
+    return pattern if pattern == GPT2 else f"{pattern}|(?:(?!{pattern})[\\s\\S])+"  # GPT2 leaves nothing between
+
+
+# ----------------------------------------------------------------------------- files
+
+def read_tokenizer_model(path):
+    """Meta's tokenizer.model -> the fields of a Tokenizer."""
+    try:
+        pairs = (line.split() for line in path.read_bytes().splitlines() if line)
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except (ValueError, binascii.Error):
+        raise TokenizerError(f"{path} is not a tiktoken rank file (SentencePiece?); {WANTED}") from None
+    if sorted(ranks.values()) != list(range(128000)) or len(ranks) != 128000:
+        raise TokenizerError(f"{path} has {len(ranks)} tokens, not Llama 3's 128000; {WANTED}")
+    named = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id",
+             7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag"}  # as in Llama 3.1 and later
+    unnamed = [i for i in range(256) if i not in named]
+    names = named | {i: f"reserved_special_token_{n}" for n, i in enumerate(unnamed)}
+    added = {f"<|{names[i]}|>": (128000 + i, True) for i in range(256)}
+    return dict(ranks=ranks, ids={r: r for r in ranks.values()}, tokens={r: t for t, r in ranks.items()},
+                added=added, patterns=[LLAMA3], nfc=False, bos="<|begin_of_text|>", eos="<|end_of_text|>")
+
+
+def read_tokenizer_json(path):
+    """Hugging Face's tokenizer.json -> the fields of a Tokenizer."""
+    content = read_json(path)
+    try:
+        model, normalizer = content["model"], content.get("normalizer") or {"type": "Sequence", "normalizers": []}
+        if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
+            kind = model["type"] + (" with byte_fallback (SentencePiece)" if model.get("byte_fallback") else "")
+            raise TokenizerError(f"is a {kind} tokenizer")
+        steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
+        if unknown := [step["type"] for step in steps if step["type"] != "NFC"]:
+            raise TokenizerError(f"normalizes with {unknown[0]}, not NFC")
+        if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+            raise TokenizerError("marks the parts of words")
+        patterns = split_patterns(content["pre_tokenizer"] or {"type": "none"})
+        added = {t["content"]: (t["id"], bool(t["special"])) for t in content.get("added_tokens") or []}
+        vocab = {token: id for token, id in model["vocab"].items() if not added.get(token, (0, False))[1]}
+        merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+        ranks, ids = merges_to_ranks(vocab, merges, bool(model.get("ignore_merges")))
+        tokens = {id: b for b, rank in ranks.items() if (id := ids[rank]) >= 0}
+        for token, id in vocab.items():  # tokens that no text gives have text too
+            if id not in tokens:
+                known = ALPHABET.keys() >= set(token)
+                tokens[id] = bytes(map(ALPHABET.__getitem__, token)) if known else token.encode()
+        return dict(ranks=ranks, ids=ids, tokens=tokens, added=added, patterns=patterns, nfc=bool(steps),
+                    bos=first_of_template(content.get("post_processor")), eos=None)
+    except TokenizerError as error:
+        raise TokenizerError(f"{path} {error}; {WANTED}") from None
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise TokenizerError(f"{path} is damaged ({type(error).__name__}: {error}); {WANTED}") from None
+
+
+def first_of_template(processor):
+    """The special token that a post_processor puts before every text, or None."""
+    for step in (processor or {}).get("processors", [processor or {}]):
+        if step.get("type") == "TemplateProcessing" and "SpecialToken" in step["single"][0]:
+            return step["single"][0]["SpecialToken"]["id"]
+    return None
+
+
+def read_json(path):
+    """A JSON object; {} if there is no such file. Raises TokenizerError if it is not JSON."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON ({error}); download it again") from None
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} is not a JSON object; download it again")
+    return content
+
+
+def fetch(name):
+    """The folder of a checkpoint: `name` itself, or the hub's `owner/name`, of which only these files are fetched."""
+    if Path(name).is_dir():
+        return Path(name)
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name)):
+        raise TokenizerError(f"{name} is no folder; give a checkpoint's folder or a hub id, owner/name")
+    import huggingface_hub  # only here: a local folder needs no network library
+    try:
+        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=list(FILES)))
+    except Exception as error:  # many kinds: no network, no such repository, gated, offline and not cached
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise TokenizerError(f"cannot fetch {name} from the hub: {reason} (gated: set HF_TOKEN; "
+                             "offline: give a folder)") from None
+
+
+class GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}`, with which some templates mark replies: renders what it encloses."""
+    tags = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+# ----------------------------------------------------------------------------- the tokenizer
+
+class Tokenizer:
+    """Text <-> token ids of one checkpoint. `.bos_id`: the id its own tokenizer puts first, or None; `.eos_id`, or
+    None; `.special_ids`: name -> id, never given by encode; `.vocab_size`: the largest id + 1."""
+
+    def __init__(self, folder):
+        """folder: a Path. Raises TokenizerError (a ValueError) if it holds no tokenizer we can reproduce exactly."""
+        self.folder = folder
+        if (folder / "tokenizer.json").exists():
+            fields = read_tokenizer_json(folder / "tokenizer.json")
+        elif (folder / "tokenizer.model").exists():
+            fields = read_tokenizer_model(folder / "tokenizer.model")
+        else:
+            raise TokenizerError(f"{folder} has neither tokenizer.json nor tokenizer.model; {WANTED}")
+        self.config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+        self.patterns, self.nfc, self.added = fields["patterns"], fields["nfc"], fields["added"]
+        self.special_ids = {name: id for name, (id, special) in self.added.items() if special}
+        tokens = fields["tokens"] | {id: name.encode() for name, (id, _) in self.added.items()}  # id -> bytes
+        self.vocab_size = max(tokens) + 1
+        self.tokens = [tokens.get(id, b"") for id in range(self.vocab_size)]
+        self.ids = [fields["ids"].get(rank, -1) for rank in range(max(fields["ids"]) + 1)]  # rank -> id
+        self.missing = bytes(token[0] for token, rank in fields["ranks"].items() if self.ids[rank] < 0)
+        self.bpe = tiktoken.Encoding(str(folder), pat_str=self.patterns[-1], mergeable_ranks=fields["ranks"],
+                                     special_tokens={})
+        # Added tokens that are not special (Qwen-3's <think>) are words: text gives them, as in `tokenizers`.
+        self.words = any_of(name for name, (_, special) in self.added.items() if not special)
+        named = {name: id for id, name in enumerate(self.tokens)}
+        bos = fields["bos"] or (self.token_name("bos_token") if self.config.get("add_bos_token") else None)
+        eos = self.token_name("eos_token") or fields["eos"]
+        self.bos_id, self.eos_id = (named.get(t.encode()) if t else None for t in (bos, eos))
+
+    @classmethod
+    def from_pretrained(cls, name_or_dir):
+        """A checkpoint's folder, or a hub id `owner/name` (HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are honoured).
+        Raises TokenizerError."""
+        return cls(fetch(name_or_dir))
+
+    def save(self, folder):
+        """Copies the files this tokenizer was read from, so that transformers and vLLM load `folder`."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for path in (self.folder / name for name in FILES):
+            if path.exists() and path.resolve() != (Path(folder) / path.name).resolve():
+                shutil.copyfile(path, Path(folder) / path.name)
+
+    def token_name(self, role):
+        """The text of `role` (such as "eos_token") in tokenizer_config.json, or None."""
+        token = self.config.get(role)
+        return token["content"] if isinstance(token, dict) else token
+
+    @functools.cached_property
+    def hash(self):
+        """sha256, hex: equal for two tokenizers only if they give the same ids for every text."""
+        order = [id for id in self.ids if id >= 0 and len(self.tokens[id]) > 1]
+        return hashlib.sha256(ascii((self.patterns, self.nfc, sorted(self.added.items()), order, self.tokens))
+                              .encode()).hexdigest()
+
+    # -------- text -> ids
+
+    def encode(self, text):
+        """Ids of plain text: no BOS, and never a special id, whatever the text. A lone surrogate is encoded as
+        U+FFFD; a byte that the vocabulary lacks (SmolLM2: some control characters) is dropped, as `tokenizers` does.
+        """
+        return self.encode_added(text, self.words)
+
+    def encode_batch(self, texts):
+        """[encode(text) for text in texts], on all cores."""
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(self.encode, texts))
+
+    def encode_added(self, text, added, restore=None):
+        """Ids of `text`, in which the matches of `added` (any_of) are tokens; `restore`: see defuse."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        ids = []
+        for i, part in enumerate(added.split(text) if added else [text]):
+            if i % 2:
+                ids.append(self.added[part][0])
+            elif part:
+                ids += self.encode_plain(part.translate(restore) if restore else part)
+        return ids
+
+    def encode_plain(self, text):
+        """Ids of text without added tokens: tiktoken, where one pattern splits the text and no byte is missing."""
+        text = unicodedata.normalize("NFC", text) if self.nfc else text
+        if len(self.patterns) == 1 and (len(text) < 100000 or not LONG_BLANK.search(text)):
+            ids = [self.ids[rank] for rank in self.bpe.encode_ordinary(text)]
+            if not self.missing or -1 not in ids:
+                return ids
+        pieces, ids = [text], []
+        for pattern in self.patterns:
+            pieces = [match[0] for piece in pieces for match in regex.finditer(pattern, piece)]
+        for piece in map(str.encode, pieces):
+            if len(kept := piece.translate(None, self.missing)) < len(piece):  # merged as if they had never been there
+                piece = kept + self.missing[:1]  # but not found whole: ignore_merges looks for the piece as it was
+            ids += [id for rank in self.bpe._encode_single_piece(piece) if (id := self.ids[rank]) >= 0]
+        return ids
+
+    # -------- ids -> text
+
+    def decode_bytes(self, ids):
+        """Bytes of the ids, for streaming: a character may end in a later token. Special ids give their names; ids
+        without a token (Qwen-3's padded rows) nothing."""
+        return b"".join(self.tokens[id] for id in ids if 0 <= id < self.vocab_size)
+
+    def decode(self, ids):
+        """decode_bytes as text; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    # -------- chat
+
+    @functools.cached_property
+    def chat_template(self):
+        """The checkpoint's compiled chat template. Raises TokenizerError if it has none."""
+        file, source = self.folder / "chat_template.jinja", self.config.get("chat_template")
+        if file.exists():
+            source = file.read_text(encoding="utf-8")
+        elif isinstance(source, list):  # named ones
+            source = next((t["template"] for t in source if t["name"] == "default"), None)
+        if not source:
+            raise TokenizerError(f"{self.folder} has no chat template (a base model?); use an instruct checkpoint")
+
+        def raise_exception(message):
+            raise jinja2.TemplateError(message)
+
+        def tojson(x, ensure_ascii=False, **options):  # jinja's own escapes HTML
+            return json.dumps(x, ensure_ascii=ensure_ascii, **options)
+
+        env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                           extensions=[jinja2.ext.loopcontrols, GenerationTag])
+        env.filters["tojson"] = tojson
+        env.globals.update(raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
+        try:
+            return env.from_string(source)
+        except jinja2.TemplateError as error:
+            raise TokenizerError(f"the chat template of {self.folder} does not parse: {error}") from None
+
+    def render(self, messages, add_generation_prompt, **variables):
+        """The chat template's text. Raises TokenizerError with the template's own complaint."""
+        roles = {role: self.token_name(role) for role in self.config if role.endswith("_token")}
+        roles = {role: text for role, text in roles.items() if isinstance(text, str)}
+        variables = {"tools": None, "documents": None} | roles | variables
+        try:
+            return self.chat_template.render(messages=messages, add_generation_prompt=add_generation_prompt,
+                                             **variables)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise TokenizerError(f"the chat template refuses these messages: {error}") from None
+
+    @functools.cached_property
+    def unsafe(self):
+        """What must not reach the template as it is: special tokens' names, their beginnings at the end of a string
+        (the next string could complete them), and the placeholders themselves."""
+        starts = sorted({name[:n] for name in self.special_ids for n in range(1, len(name))}, key=len, reverse=True)
+        names = any_of(self.special_ids).pattern if self.special_ids else "(?!)"
+        return re.compile(f"{names}|(?:{'|'.join(map(re.escape, starts)) or '(?!)'})(?=\\s*\\Z)"
+                          f"|[{chr(PLACEHOLDER)}-{chr(0x10FFFD)}]")
+
+    def defuse(self, value, found):
+        """`value` (messages: dicts, lists, strings) with everything unsafe replaced by one private-use character
+        each; found: dict text -> character, filled here."""
+        if isinstance(value, str):
+            return self.unsafe.sub(lambda m: found.setdefault(m[0], chr(PLACEHOLDER + len(found))), value)
+        if isinstance(value, (list, tuple)):
+            return [self.defuse(v, found) for v in value]
+        return {k: self.defuse(v, found) for k, v in value.items()} if isinstance(value, dict) else value
+
+    def apply_chat_template(self, messages, add_generation_prompt=True, **variables):
+        """messages: [{"role": ..., "content": ...}, ...] -> ids. Only the template writes special tokens: their
+        names inside a message are encoded as ordinary characters. A BOS is there if the template writes one.
+        variables: for the template, such as enable_thinking=False. Raises TokenizerError."""
+        found = {}
+        text = self.render(self.defuse(messages, found), add_generation_prompt, **variables)
+        return self.encode_added(text, any_of(self.added), {ord(c): s for s, c in found.items()})
+
+    def encode_chat(self, messages, last_only=False, **variables):
+        """messages -> (ids, is_reply), two lists of one length: is_reply marks what the model has to say, each
+        assistant message up to and including its stop token (last_only: the last message only). Prompts and replies
+        are encoded apart, as when generating. Raises TokenizerError if a reply is written differently once more
+        messages follow it (Qwen-3 drops earlier thoughts): call it once a reply, on messages[:i + 1], last_only."""
+        found, ids, is_reply, done = {}, [], [], 0
+        messages, added = self.defuse(messages, found), any_of(self.added)
+        restore = {ord(c): s for s, c in found.items()}
+        text = self.render(messages, False, **variables)
+
+        def append(part, reply):
+            new = self.encode_added(part, added, restore)
+            stops = [i for i, id in enumerate(new) if id in special]  # a template may write a newline behind the stop
+            count = (stops[-1] + 1 if stops else len(new)) if reply else 0
+            ids.extend(new)
+            is_reply.extend([True] * count + [False] * (len(new) - count))
+
+        special = set(self.special_ids.values())
+        for i in [len(messages) - 1] if last_only else range(len(messages)):
+            if messages[i]["role"] == "assistant":
+                prompt = self.render(messages[:i], True, **variables)
+                reply = self.render(messages[:i + 1], False, **variables)
+                if not (reply.startswith(prompt) and text.startswith(reply)):
+                    raise TokenizerError(f"the chat template rewrites message {i} when others follow, or does not "
+                                         "continue its own prompt; encode one reply at a time, last_only=True")
+                append(text[done:len(prompt)], False)
+                append(text[len(prompt):len(reply)], True)
+                done = len(reply)
+        append(text[done:], False)
+        return ids, is_reply
+
+
+def any_of(names):
+    """A regex that matches any of these names, as one group; None for no names. The longest wins, as in tokenizers."""
+    names = sorted(names, key=len, reverse=True)
+    return re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
