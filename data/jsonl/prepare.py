@@ -1,0 +1,138 @@
+"""Your own .jsonl files, one JSON object a line, as a training set for any checkpoint's tokenizer.
+
+    python data/jsonl/prepare.py my.jsonl --tokenizer FOLDER_OR_HUB_ID --out_dir data/mine
+
+    {"text": "..."}                            targets: all of it
+    {"prompt": "...", "completion": "..."}     targets: the completion
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+                                               targets: the assistant's turns, each with its end of turn
+
+Every document ends in its stop token, which is a target: EOS, or for messages the chat template's end of
+turn (what follows the last assistant turn is dropped). A BOS, where the tokenizer has one, is no target.
+"""
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent.parent))
+from data.bin import write_set       # noqa: E402
+from tokenizer import Tokenizer      # noqa: E402
+
+
+def check(row):
+    """Raises ValueError unless the row is one of the three kinds."""
+    def text(value, name, may_be_empty=False):
+        if not isinstance(value, str) or not (value or may_be_empty):
+            raise ValueError(f'"{name}" must be a string{"" if may_be_empty else " that is not empty"}')
+        value.encode()                                # half a surrogate pair is no text
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
+    kinds = [kind for kind in (("text",), ("prompt", "completion"), ("messages",)) if kind[0] in row]
+    if len(kinds) != 1 or not all(key in row for key in kinds[0]):
+        raise ValueError('wanted either "text", or "prompt" and "completion", or "messages"')
+    if kinds[0] == ("text",):
+        text(row["text"], "text")
+    elif kinds[0] == ("prompt", "completion"):
+        text(row["prompt"], "prompt", may_be_empty=True)
+        text(row["completion"], "completion")
+    else:
+        if not isinstance(row["messages"], list) or not all(isinstance(m, dict) for m in row["messages"]):
+            raise ValueError('"messages" must be a list of objects with "role" and "content"')
+        for message in row["messages"]:
+            text(message.get("role"), "role")
+            text(message.get("content"), "content", may_be_empty=message.get("role") != "assistant")
+        if "assistant" not in [message["role"] for message in row["messages"]]:
+            raise ValueError('no message of the role "assistant": nothing to learn')
+
+
+def rows(files):
+    """Yields (where, row) for every line that is not blank; raises ValueError naming file and line."""
+    for path in files:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        row = json.loads(line)
+                        check(row)
+                    except (ValueError, RecursionError) as error:
+                        raise ValueError(f"{path}:{number}: {error}") from None
+                    yield f"{path}:{number}", row
+
+
+def encode_chat(messages, tokenizer):
+    """[(ids, loss_mask), ...]: one document, or one a reply where the template rewrites what came before it."""
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    messages = messages[:turns[-1] + 1]
+    try:
+        out = [tokenizer.encode_chat(messages)]
+    except ValueError:                                # Qwen-3 drops earlier thoughts, for one
+        out = [tokenizer.encode_chat(messages[:i + 1], last_only=True) for i in turns]
+    for n, (ids, mask) in enumerate(out):
+        end = max(i for i, is_target in enumerate(mask) if is_target) + 1
+        if ids[end - 1] not in tokenizer.special_ids.values():
+            raise ValueError("the chat template ends an assistant turn without a special token")
+        out[n] = ids[:end], mask[:end]                # a newline behind the end of turn is never generated
+    return out
+
+
+def encode(row, tokenizer):
+    """The documents of a row, [(ids, loss_mask), ...]."""
+    if "messages" in row:
+        return encode_chat(row["messages"], tokenizer)        # a template writes its BOS itself
+    if tokenizer.eos_id is None:
+        raise ValueError("this tokenizer has no EOS to end a text with")
+    prompt = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    prompt = prompt + tokenizer.encode(row.get("prompt", ""))
+    target = tokenizer.encode(row.get("completion", row.get("text"))) + [tokenizer.eos_id]
+    return [(prompt + target, [False] * len(prompt) + [True] * len(target))]
+
+
+def documents(files, tokenizer, wanted):
+    """Yields the (ids, loss_mask) of the rows i with wanted[i]."""
+    for (where, row), want in zip(rows(files), wanted):
+        if want:
+            try:
+                yield from encode(row, tokenizer)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+
+
+def main():
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+                                     description="Your own .jsonl files as a training set.")
+    parser.add_argument("files", nargs="+", type=Path, help=".jsonl files")
+    parser.add_argument("--tokenizer", required=True, help="folder or hub id: that of the model to train")
+    parser.add_argument("--out_dir", type=Path, default=HERE, help="where the .bin files go")
+    parser.add_argument("--val_fraction", type=float, default=0.05, help="share of the rows held out; 0: no val")
+    parser.add_argument("--seed", type=int, default=0, help="decides which rows are held out")
+    args = parser.parse_args()
+    try:
+        if not 0 <= args.val_fraction < 1 or args.seed < 0:
+            raise ValueError("--val_fraction must be at least 0 and below 1, and --seed at least 0")
+        is_chat = ["messages" in row for _, row in rows(args.files)]             # reads and checks every row
+        num_val = max(1, round(args.val_fraction * len(is_chat))) if args.val_fraction else 0
+        if len(is_chat) <= num_val:
+            raise ValueError(f"{len(is_chat)} rows: too few to train on with {num_val} held out")
+        tokenizer = Tokenizer.from_pretrained(args.tokenizer)
+        stop_ids = {tokenizer.eos_id} - {None}
+        if any(is_chat):                                                         # the template's end of turn
+            probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            stop_ids.add(encode_chat(probe, tokenizer)[0][0][-1])
+        held_out = np.random.default_rng(args.seed).permutation(len(is_chat)) < num_val
+        splits = {"train": documents(args.files, tokenizer, ~held_out)}
+        if num_val:
+            splits["val"] = documents(args.files, tokenizer, held_out)
+        counts = write_set(args.out_dir, splits, stop_ids, tokenizer.vocab_size,
+                           tokenizer=args.tokenizer, tokenizer_hash=tokenizer.hash)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    for split, count in counts.items():
+        print(f"{args.out_dir}/{split}.bin:", ", ".join(f"{n:,} {name}" for name, n in count.items()))
+
+
+if __name__ == "__main__":
+    main()
