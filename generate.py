@@ -1,0 +1,474 @@
+"""Algorithms 2 and 3: decode blocks of tokens with an exact cache; and the command line.
+
+    python generate.py --gamma 0.1                         the shipped model, a held-out word problem
+    python generate.py --init_from=DIR --prompt "..."      your own
+
+One loop, `decode`, serves every mode and yields after each forward; `generate`, streaming, the live view and stop
+texts read what it yields. Next-token decoding (NTP) is verified decoding (method section 10) with blocks of one token.
+
+Shapes: B rows, k block size, d draft length, V vocabulary, C hidden size.
+"""
+import argparse
+import codecs
+import itertools
+import math
+import os
+import select
+import stat
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from eb_sampler import SAMPLERS, distribution
+from kv_cache import KVCache, cached_attend, window
+from model import PRESETS, Llama, compile_layers
+from tokenizer import Tokenizer
+
+HERE = Path(__file__).parent
+
+
+@dataclass
+class Row:
+    """One text being decoded. Whoever reads the steps may set `done` to end it."""
+    index: int                                    # which prompt it continues
+    limit: int                                    # most new tokens
+    generator: torch.Generator | None             # at temperature 0: none
+    tokens: list = field(default_factory=list)    # final ones, prompt excluded
+    nfe: int = 0                                  # forwards, counted as method section 5 says
+    stopped: bool = False                         # by a stop id
+    done: bool = False
+    block: list = field(default_factory=list)     # sbd: tokens by place, None = masked
+    pending: list = field(default_factory=list)   # sbd: the finished block on its way into the cache
+    next: int = -1                                # verified: decided, not yet in the cache
+    draft: list = field(default_factory=list)     # verified: proposed behind `next`
+    confidence: list = field(default_factory=list)  # verified: q_j(draft token j), float64
+
+    def extend(self, tokens, stop_ids) -> list:
+        """Make tokens final up to the first stop id or the limit, where the row ends; returns those kept."""
+        start = len(self.tokens)
+        for token in tokens:
+            self.tokens.append(token)
+            self.stopped = token in stop_ids
+            self.done = self.stopped or len(self.tokens) == self.limit
+            if self.done:
+                break
+        return self.tokens[start:]
+
+    def uniforms(self, n):
+        """The row's next n random numbers in [0, 1): the same alone and in any batch."""
+        return torch.rand(n, generator=self.generator, dtype=torch.float64)
+
+
+@dataclass
+class Step:
+    """What one forward did for one row; positions count from the end of the prompt."""
+    row: Row
+    revealed: list                                # (position, token) decided by this forward, in any order
+    final: list                                   # tokens that are final now: all before them is known
+    start: int                                    # position of the block's first place, or of the first final token
+    block: list                                   # sbd: the block after this forward, None = masked
+    drafted: list = field(default_factory=list)   # verified: the draft that this forward checked
+    accepted: int = 0                             # verified: how many of its tokens were kept
+
+
+def draw(p, u):
+    """Draw ids (...) from probabilities p (..., V) with uniforms u (...) in [0, 1), by the inverse of their sum."""
+    total = p.double().cumsum(-1)
+    return torch.searchsorted(total, u[..., None] * total[..., -1:], right=True)[..., 0].clamp(max=p.shape[-1] - 1)
+
+
+def at(hidden, index):
+    """hidden (B, W, C), index (B, n) -> (B, n, C)."""
+    return hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))
+
+
+@torch.inference_mode()
+def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_ids=(), mode="sbd", hedges=2,
+           temperature=0.0, top_k=None, top_p=None, seed=None, sampler="eb", factor=1.0, threshold=0.9):
+    """Algorithms 2 and 3 and method section 10: a generator over forwards, each yielding one Step for every row that
+    took part. Arguments as in `generate`; rows leave the batch as they end.
+    """
+    check_request(model, prompts, block_size, gamma, max_new_tokens, mode, hedges, temperature, top_k, top_p, sampler, factor, threshold)
+    config, weight = model.config, model.lm_head.weight
+    device, k = weight.device, 1 if mode == "ntp" else block_size
+    stop_ids, select_rule = frozenset(stop_ids), SAMPLERS[sampler]
+    bound = {"factor": factor, "threshold": threshold}.get(sampler, gamma)
+    seed = seed if seed is not None else int(torch.seed() % 2 ** 62)
+    rows = [Row(i, min(max_new_tokens, config.max_position_embeddings - len(p)),
+                torch.Generator().manual_seed(seed + i) if temperature else None) for i, p in enumerate(prompts)]
+    scratch = 2 * k if mode == "sbd" else k + k * min(hedges, k)
+    cache = KVCache(config, len(rows), max(map(len, prompts)) + max(r.limit for r in rows) + scratch, device, weight.dtype)
+
+    def forward(tokens, num_causal, blocks):
+        """Run one window, a list of tokens a row -> hidden states (B, W, C)."""
+        w, W = window(cache, num_causal, blocks, k), max(map(len, tokens))
+        return model.hidden(torch.tensor([t + [0] * (W - len(t)) for t in tokens]).to(device), w.positions, cached_attend(cache, w))
+
+    def logits_of(hidden):
+        logits = model.lm_head(hidden)
+        if config.mask_id is not None:
+            logits[..., config.mask_id] = -torch.inf               # the model never emits it
+        return logits
+
+    def fetch(*tensors):
+        """Tensors of B rows -> per row a list of floats, in one transfer: the only wait for the device in a forward."""
+        values = torch.cat([t.reshape(len(rows), -1).double() for t in tensors], 1).tolist()
+        if not all(map(math.isfinite, itertools.chain.from_iterable(values))):
+            raise ValueError(f"the model's logits are not finite in {weight.dtype}: try --dtype=float32, or check the weights")
+        return values
+
+    def sbd_step():
+        """Algorithm 2, one forward: reveal a set of each row's block."""
+        tokens, num_causal, blocks, places = [], [], [], []
+        for row in rows:
+            if not row.block:                                      # a new block: the finished one rides along
+                row.block = [None] * k
+            causal, row.pending = row.pending, []
+            tokens.append(causal + [config.mask_id if t is None else t for t in row.block])
+            num_causal.append(len(causal))
+            blocks.append([len(causal)])
+            places.append([i for i, t in enumerate(row.block) if t is None])
+        hidden = forward(tokens, num_causal, blocks)
+        cache.commit(num_causal)
+        n = max(map(len, places))
+        masked = torch.tensor([[True] * len(p) + [False] * (n - len(p)) for p in places]).to(device)
+        index = torch.tensor([[c + i for i in p] + [0] * (n - len(p)) for c, p in zip(num_causal, places)]).to(device)
+        logits = logits_of(at(hidden, index))                      # (B, n, V), n the most masks of a row
+        p = distribution(logits, temperature, top_k, top_p)
+        if temperature:
+            u = [row.uniforms(k)[place] for row, place in zip(rows, places)]
+            token = draw(p, torch.nn.utils.rnn.pad_sequence(u, batch_first=True).to(device))
+        else:
+            token = logits.argmax(-1)
+        reveal = select_rule(p, masked, bound)
+        for row, place, (*shown, _) in zip(rows, places, fetch(torch.where(reveal, token, -1), p[..., 0].sum(-1))):
+            row.nfe += 1
+            start = len(row.tokens) - next((i for i, t in enumerate(row.block) if t is None), k)
+            revealed = [(start + i, int(t)) for i, t in zip(place, shown) if t >= 0]
+            for i, t in revealed:
+                row.block[i - start] = t
+            known = list(itertools.takewhile(lambda t: t is not None, row.block))
+            block = row.block
+            final = row.extend(known[len(row.tokens) - start:], stop_ids)
+            if len(known) == k:
+                row.pending, row.block = row.block, []
+            yield Step(row, revealed, final, start, list(block))
+
+    def verified_step(q):
+        """Method section 10, one forward: check the draft, and draft behind the likeliest outcomes of the check."""
+        draft_length = torch.tensor([len(row.draft) for row in rows])
+        d = int(draft_length.max())
+        outcomes = [likeliest(row.confidence, hedges) if k > 1 else [] for row in rows]
+        hidden = forward([[row.next, *row.draft] + [config.mask_id] * (k * len(o)) for row, o in zip(rows, outcomes)],
+                         [1 + len(row.draft) for row in rows], [[a + 1 for a in o] for o in outcomes])
+        # Check: the NTP prediction at each of [next | draft] against the draft token behind it.
+        index = torch.minimum(torch.arange(1 + d), draft_length[:, None]).to(device)
+        logits = logits_of(at(hidden, index))                      # (B, 1 + d, V)
+        draft = torch.tensor([row.draft + [-1] * (d - len(row.draft)) for row in rows], dtype=torch.int64).view(len(rows), d).to(device)
+        is_draft = draft >= 0
+        if temperature:
+            u = torch.stack([torch.cat((row.uniforms(len(row.draft) + k), torch.zeros(d - len(row.draft), dtype=torch.float64)))
+                             for row in rows]).to(device)          # for the next token, the new draft, the checks
+            p, draft = distribution(logits, temperature, top_k, top_p), draft.clamp(min=0)
+            p_x = p[:, :d].gather(-1, draft[..., None])[..., 0]
+            q_x = q[:, :d].gather(-1, draft[..., None])[..., 0] if d else p_x
+            accepts = (u[:, k:] * q_x < p_x) & is_draft
+        else:
+            best, token = logits.max(-1)
+            accepts = (token[:, :d] == draft) & is_draft
+        accepted = accepts.long().cumprod(-1).sum(-1)              # (B,)
+        if temperature:
+            p = p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]
+            if d:                                                  # behind a rejection: draw from max(p - q, 0)
+                rest = (p - q.gather(1, accepted.clamp(max=d - 1)[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]).clamp(min=0)
+                rejected = (accepted < draft_length.to(device)) & (rest.sum(-1) > 0)
+                p = torch.where(rejected[:, None], rest, p)
+            following, finite = draw(p, u[:, 0]), p.amax(-1)
+        else:
+            following, finite = token.gather(1, accepted[:, None])[:, 0], best.gather(1, accepted[:, None])
+        # Draft: read it off the block that was laid out for this outcome, if there is one.
+        results = [accepted, following, finite]
+        if k > 1:
+            width = max(map(len, outcomes))
+            laid = torch.tensor([o + [-1] * (width - len(o)) for o in outcomes]).to(device)
+            match = laid == accepted[:, None]
+            begin = (1 + draft_length).to(device) + k * match.long().argmax(-1)
+            index = torch.where(match.any(-1), begin, 0)[:, None] + torch.arange(1, k, device=device) * match.any(-1)[:, None]
+            logits = logits_of(at(hidden, index))                  # (B, k - 1, V)
+            if temperature:
+                q = distribution(logits, temperature, top_k, top_p)
+                token = draw(q, u[:, 1:k])
+                c = q.gather(-1, token[..., None])[..., 0]
+            else:
+                best, token = logits.to(torch.promote_types(logits.dtype, torch.float32)).max(-1)
+                c = (best - logits.to(best.dtype).logsumexp(-1)).exp()
+            results += [match.any(-1), token, c]
+        steps = []
+        for row, (a, following, _, *new) in zip(rows, fetch(*results)):
+            row.nfe += 1
+            start, a = len(row.tokens), int(a)
+            final = row.extend([row.next, *row.draft[:a]], stop_ids)
+            steps.append(Step(row, list(enumerate(final, start)), final, start, [], row.draft, a))
+            row.next, hit = int(following), bool(new and new[0])
+            row.draft = [int(t) for t in new[1:k]] if hit else []
+            row.confidence = new[k:] if hit else []
+        cache.commit([1 + s.accepted for s in steps])
+        return q, steps
+
+    lengths = [len(p) for p in prompts]
+    hidden = forward([list(p) for p in prompts], lengths, [[] for _ in rows])    # the prefill: no NFE
+    cache.commit(lengths)
+    if mode != "sbd":
+        logits = logits_of(at(hidden, torch.tensor(lengths)[:, None].to(device) - 1))[:, 0]
+        first = draw(distribution(logits, temperature, top_k, top_p), torch.cat([r.uniforms(1) for r in rows]).to(device)) \
+            if temperature else logits.argmax(-1)
+        for row, (token, _) in zip(rows, fetch(first, logits.amax(-1))):
+            row.next = int(token)
+    del hidden
+    q = None                                                       # the drafts' distributions (B, k - 1, V)
+    for row in rows:
+        row.done = row.limit <= 0
+    while True:
+        steps = []
+        if mode != "sbd":                                          # a `next` that ends its row needs no forward
+            for row in rows:
+                if not row.done and (row.next in stop_ids or len(row.tokens) + 1 == row.limit):
+                    row.nfe += 1
+                    steps.append(Step(row, [(len(row.tokens), row.next)], row.extend([row.next], stop_ids), len(row.tokens) - 1, [], row.draft))
+        alive = [i for i, row in enumerate(rows) if not row.done]
+        if len(alive) < len(rows) and alive:
+            cache.keep(alive)
+            q = q[alive] if q is not None else None
+        rows = [rows[i] for i in alive]
+        if rows and mode == "sbd":
+            steps += sbd_step()
+        elif rows:
+            q, new = verified_step(q)
+            steps += new
+        if not steps:
+            return
+        yield steps
+
+
+def likeliest(confidence, hedges):
+    """The `hedges` most probable acceptance lengths of a draft with these confidences, ties to the smaller.
+
+    Length a has probability c_1 ... c_a (1 - c_{a+1}), the whole draft c_1 ... c_d.
+    """
+    c = np.array(confidence + [0.0])
+    p = np.cumprod(np.concatenate(([1.0], c[:-1]))) * (1 - c)      # (d + 1,)
+    return np.argsort(-p, kind="stable")[:hedges].tolist()
+
+
+def generate(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_ids=(), mode="sbd", hedges=2,
+             temperature=0.0, top_k=None, top_p=None, seed=None, **sampler):
+    """Continue prompts, lists of token ids -> Rows with .tokens (prompt excluded), .nfe and .stopped (by a stop id).
+
+    mode: "sbd" decodes blocks of `block_size` with entropy budget `gamma` (nats); "ntp" one token a forward;
+    "verified" drafts blocks, checks them and gives NTP's text, with `hedges` blocks a window. sampler ("eb",
+    "eb-confidence", "factor", "threshold") chooses the rule of sbd, factor and threshold are its bounds. Row i draws
+    from a generator seeded seed + i. At most max_new_tokens, and never past the model's context. Raises ValueError.
+    """
+    rows = {}
+    for steps in decode(model, prompts, block_size, gamma, max_new_tokens, stop_ids, mode, hedges, temperature, top_k, top_p, seed, **sampler):
+        rows |= {step.row.index: step.row for step in steps}
+    return [rows.get(i) or Row(i, 0, None) for i in range(len(prompts))]
+
+
+def check_request(model, prompts, block_size, gamma, max_new_tokens, mode, hedges, temperature, top_k, top_p, sampler, factor, threshold):
+    c = model.config
+    longest = max(map(len, prompts), default=0)
+    for good, message in (
+        (mode in ("sbd", "ntp", "verified"), f"mode {mode!r}: wanted sbd, ntp or verified"),
+        (prompts and all(map(len, prompts)), "an empty prompt: give at least one token (text, or the tokenizer's BOS)"),
+        (longest < c.max_position_embeddings, f"a prompt of {longest} tokens leaves no room in the model's context of {c.max_position_embeddings}: shorten it"),
+        (all(0 <= t < c.vocab_size for p in prompts for t in p), f"a prompt id is outside the vocabulary, 0 to {c.vocab_size - 1}: is this the model's tokenizer?"),
+        (block_size >= 1, f"block_size {block_size}: wanted at least 1"),
+        (gamma >= 0, f"gamma {gamma}: wanted an entropy of 0 nats or more"),
+        (max_new_tokens >= 0, f"max_new_tokens {max_new_tokens}: wanted at least 0"),
+        (hedges >= 1, f"hedges {hedges}: wanted at least 1"),
+        (0 <= temperature < math.inf, f"temperature {temperature}: wanted 0 or more"),
+        (top_k is None or top_k >= 1, f"top_k {top_k}: wanted at least 1"),
+        (top_p is None or 0 < top_p <= 1, f"top_p {top_p}: wanted more than 0 and at most 1"),
+        (sampler in SAMPLERS, f"sampler {sampler!r}: wanted {', '.join(SAMPLERS)}"),
+        (factor >= 0, f"factor {factor}: wanted 0 or more"),
+        (0 <= threshold <= 1, f"threshold {threshold}: wanted 0 to 1"),
+        (c.mask_id is not None or mode == "ntp" or (mode == "verified" and block_size == 1),
+         "the model names no mask token: give mask_id, an id of its vocabulary that text never uses"),
+    ):
+        if not good:
+            raise ValueError(message)
+
+
+class TextStream:
+    """Token ids in, text out as it becomes final: whole characters only, cut in front of the first stop text."""
+
+    def __init__(self, tokenizer, stop_texts=()):
+        self.tokenizer, self.stops, self.held, self.found = tokenizer, [s for s in stop_texts if s], "", False
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, ids, end=False) -> str:
+        """The text that `ids` make final. What may be the beginning of a stop text is held back until it is not."""
+        if self.found:
+            return ""
+        text = self.held + self.decoder.decode(self.tokenizer.decode_bytes(ids), final=end)
+        cut = min((i for i in (text.find(s) for s in self.stops) if i >= 0), default=None)
+        if cut is not None:
+            self.held, self.found = "", True
+            return text[:cut]
+        keep = 0 if end else max((n for s in self.stops for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0)
+        self.held = text[len(text) - keep:]
+        return text[:len(text) - keep]
+
+
+# ------------------------------------------------------------------------------------------ command line
+
+def parse(argv=None):
+    p = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, description=__doc__.split("\n")[0])
+    a = p.add_argument
+    a("--init_from", help=f"folder, training output, hub id owner/name, or preset: {', '.join(n for n, (_, hub) in PRESETS.items() if hub)}; default: the shipped tiny model")
+    a("--mask_id", type=int, help="the mask token, where the model's config names none")
+    a("--prompt", help="text to continue; without one, text piped in, else a held-out word problem that is also decoded with NTP")
+    a("--prompt_file", type=Path, help="read the prompt from a file; - is standard input")
+    a("--chat", action="store_true", help="wrap the prompt into the checkpoint's chat template")
+    a("--mode", choices=("sbd", "ntp", "verified"), help="sbd: the paper's blocks; ntp: one token a forward; verified: NTP's text from checked blocks; default: sbd if --gamma is given, else verified")
+    a("--block_size", type=int, default=16, help="k, tokens decoded together")
+    a("--gamma", type=float, help="entropy budget of one step, nats; default 0.1")
+    a("--hedges", type=int, default=2, help="verified: blocks a window")
+    a("--sampler", choices=SAMPLERS, default="eb", help="which masked tokens to reveal")
+    a("--factor", type=float, default=1.0, help="--sampler=factor: its f")
+    a("--threshold", type=float, default=0.9, help="--sampler=threshold: the confidence that reveals a token")
+    a("--temperature", type=float, default=0.0, help="0: the most probable token")
+    a("--top_k", type=int, help="draw from the k most probable tokens only")
+    a("--top_p", type=float, help="draw from the fewest tokens that have this probability together")
+    a("--seed", type=int, default=0, help="sample i draws with seed + i")
+    a("--max_new_tokens", type=int, default=256, help="most tokens a sample")
+    a("--num_samples", type=int, default=1, help="samples, decoded as one batch")
+    a("--stop", action="append", default=[], help="a text that ends the sample and is not printed; may be given again")
+    a("--show", action="store_true", help="show each forward's block; plain text where the output is no terminal")
+    a("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, mps")
+    a("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of weights and cache; default bfloat16 on cuda, else float32")
+    a("--compile", action="store_true", help="torch.compile the layers: slower to start, faster after")
+    return p.parse_args(argv)
+
+
+def piped_text():
+    """What is piped into this command; None if nothing is, without waiting for a pipe that stays silent."""
+    try:
+        kind = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):
+        return None
+    if not (stat.S_ISFIFO(kind) or stat.S_ISREG(kind)) or not select.select([sys.stdin], [], [], 0)[0]:
+        return None
+    return sys.stdin.read() or None
+
+
+def read_prompt(args):
+    if args.prompt is not None and args.prompt_file is not None:
+        raise ValueError("--prompt and --prompt_file: give one of them")
+    if args.prompt_file is None:
+        text = args.prompt if args.prompt is not None else piped_text()
+    elif str(args.prompt_file) == "-":
+        text = sys.stdin.read()
+    else:
+        try:
+            text = args.prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--prompt_file {args.prompt_file} cannot be read ({error})") from None
+    if text == "":
+        raise ValueError("the prompt is empty: give --prompt TEXT, --prompt_file FILE or pipe a text in")
+    return text
+
+
+def load(args):
+    """The model and tokenizer that the command line asks for."""
+    shipped = HERE / "checkpoints" / ("tiny-verified" if args.mode == "verified" and (HERE / "checkpoints/tiny-verified").exists() else "tiny-sbd")
+    try:
+        device = torch.device(args.device)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError):
+        raise ValueError(f"--device {args.device} is not there: try --device=cpu") from None
+    dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    model = Llama.from_pretrained(args.init_from or shipped, device, dtype, args.mask_id)
+    tokenizer = Tokenizer.from_pretrained(model.folder)
+    return compile_layers(model, dynamic=True) if args.compile else model, tokenizer
+
+
+def show_block(step: Step, tokenizer, color: bool) -> str:
+    """One line: the block after a forward, what it revealed marked."""
+    new = {position for position, _ in step.revealed}
+    cells = []
+    for position, token in enumerate(step.block or step.final, step.start):
+        text = "·" * 3 if token is None else tokenizer.decode([token]).replace("\n", "⏎")
+        mark = ("\033[1;32m", "\033[0m") if color and position in new else ("", "") if color else ("[", "]") if position in new else (" ", " ")
+        cells.append(mark[0] + text + mark[1])
+    return f"forward {step.row.nfe:3d}  " + ("|" if color else "").join(cells)
+
+
+def main():
+    args = parse()
+    args.mode = args.mode or ("verified" if args.gamma is None else "sbd")
+    args.gamma = 0.1 if args.gamma is None else args.gamma
+    text = read_prompt(args)
+    if args.num_samples < 1:
+        raise ValueError(f"--num_samples {args.num_samples}: wanted at least 1")
+    demo = text is None
+    if demo and args.init_from:
+        raise ValueError("no prompt: give --prompt TEXT, --prompt_file FILE or pipe a text in")
+    model, tokenizer = load(args)
+    if demo:
+        from data.word_problems.prepare import problems
+        text = problems("val", 4)[3].prompt
+    if args.chat:
+        ids = tokenizer.apply_chat_template([dict(role="user", content=text)])
+    else:
+        ids = ([tokenizer.bos_id] if tokenizer.bos_id is not None else []) + tokenizer.encode(text)
+    options = dict(block_size=args.block_size, gamma=args.gamma, max_new_tokens=args.max_new_tokens, stop_ids=model.config.stop_ids,
+                   mode=args.mode, hedges=args.hedges, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
+                   seed=args.seed, sampler=args.sampler, factor=args.factor, threshold=args.threshold)
+    color = sys.stdout.isatty()
+    show = demo or (args.show and color)
+    if demo:
+        print(text.rstrip(), end="\n\n")
+        for mode in (args.mode, "ntp"):   # the first forwards of a process are slow: keep them out of the comparison
+            generate(model, [ids], **options | dict(mode=mode))
+    rows, texts, streams = {}, [""] * args.num_samples, [TextStream(tokenizer, args.stop) for _ in range(args.num_samples)]
+    began = time.perf_counter()
+    for steps in decode(model, [ids] * args.num_samples, **options):
+        for step in steps:
+            i, row = step.row.index, step.row
+            final = [t for t in step.final if t not in model.config.stop_ids]
+            piece = streams[i].feed(final, row.done)
+            row.done |= streams[i].found
+            rows[i], texts[i] = row, texts[i] + piece
+            if show:
+                print(show_block(step, tokenizer, color), flush=True)
+            elif args.num_samples == 1:
+                print(piece, end="", flush=True)
+    seconds = time.perf_counter() - began
+    for i, sample in enumerate(texts if show or args.num_samples > 1 else ()):
+        print((f"\nsample {i + 1}" if args.num_samples > 1 else "") + f"\n{sample}")
+    tokens, nfe = sum(len(r.tokens) for r in rows.values()), sum(r.nfe for r in rows.values())
+    summary = f"{args.mode}: {tokens} tokens in {nfe} forwards, NFE speedup {tokens / max(nfe, 1):.2f}, {tokens / seconds:,.0f} tokens/s"
+    if not demo:
+        print(f"\n{summary}", file=sys.stderr)
+        return
+    began = time.perf_counter()
+    [ntp] = generate(model, [ids], **options | dict(mode="ntp"))
+    seconds_ntp = time.perf_counter() - began
+    agree = "the same text" if rows[0].tokens == ntp.tokens else "different texts"
+    print(f"\n{summary}; ntp: {len(ntp.tokens)} tokens in {ntp.nfe} forwards, {len(ntp.tokens) / seconds_ntp:,.0f} tokens/s; {agree}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        print(f"generate.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
