@@ -6,6 +6,7 @@ in them already. Every rule is monotone in the number revealed, so each row's ch
 Shapes: B batch, k block positions, V vocabulary. `masked` marks the positions still masked.
 """
 import torch
+import torch.nn.functional as F
 
 
 def distribution(logits, temperature=0.0, top_k=None, top_p=None):
@@ -69,8 +70,11 @@ def threshold_select(logits, masked, threshold):
 
 def eb_rule(p, masked, gamma):
     H = entropy_of(p)
-    return first_of_order(H.masked_fill(~masked, torch.inf), masked,
-                          lambda order, n: (taken := sorted_by(H, order, masked)).cumsum(-1) - taken <= gamma)
+
+    def good(order, n):   # the sum excludes the s-th: shifted, since subtracting it again would round small ones away
+        return F.pad(sorted_by(H, order, masked)[..., :-1].cumsum(-1), (1, 0)) <= gamma
+
+    return first_of_order(H.masked_fill(~masked, torch.inf), masked, good)
 
 
 def eb_confidence_rule(p, masked, gamma):

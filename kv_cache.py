@@ -89,21 +89,24 @@ def window(cache: KVCache, num_causal: list, blocks: list, block_size: int) -> W
 
 def cached_attend(cache: KVCache, w: Window):
     """The `attend` of Llama.forward for this window: write its keys and values, then attend over the cache."""
-    G = cache.group
+    G, ragged = cache.group, isinstance(w.slots, torch.Tensor)
+    K, V = cache.k[..., :w.end, :].unbind(), cache.v[..., :w.end, :].unbind()     # a layer: (B, Hkv, end, D)
+    if not ragged:                                                               # where every layer writes
+        new_K, new_V = cache.k[..., w.slots, :].unbind(), cache.v[..., w.slots, :].unbind()
 
     def attend(layer, q, k, v):
         B, H, W, D = q.shape
-        K, V = cache.k[layer], cache.v[layer]                                    # (B, Hkv, S, D)
-        if isinstance(w.slots, slice):
-            K[:, :, w.slots], V[:, :, w.slots] = k, v
-        else:
+        if ragged:
             at = w.slots[:, None, :, None].expand_as(k)
-            K.scatter_(2, at, k)
-            V.scatter_(2, at, v)
+            K[layer].scatter_(2, at, k)
+            V[layer].scatter_(2, at, v)
+        else:
+            new_K[layer].copy_(k)
+            new_V[layer].copy_(v)
         if w.causal:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=G > 1)
         # The G query heads of a key head are rows of one problem: each cached byte is read once for all of them.
-        out = F.scaled_dot_product_attention(q.reshape(B, H // G, G * W, D), K[:, :, :w.end], V[:, :, :w.end], attn_mask=w.mask)
+        out = F.scaled_dot_product_attention(q.reshape(B, H // G, G * W, D), K[layer], V[layer], attn_mask=w.mask)
         return out.view(B, H, W, D)
 
     return attend

@@ -317,7 +317,8 @@ def find_folder(name_or_dir, weights=True) -> Path:
     """The local folder of a preset, hub id or path; downloads (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE apply)."""
     name = str(name_or_dir)
     if name and Path(name).is_dir():
-        return Path(name)
+        unfinished = sorted(Path(name).glob("step-*")) if not (Path(name) / "config.json").exists() else []
+        return unfinished[-1] if unfinished else Path(name)   # a training run under way: its newest checkpoint
     hub_id = PRESETS[name][1] if name in PRESETS else name
     need(hub_id is not None, f"{name} has no published weights: use it as a shape only")
     parts = hub_id.split("/")

@@ -6,10 +6,10 @@
 Weights and AdamW's states are float32 whatever the forward runs in: bfloat16 weights would round updates
 at lr 1e-5 away. Everything random in a step follows from (seed, step), so a run that is resumed goes on
 exactly as if it had never stopped.
+
+Shapes: B batch_size, L seq_len, k block size.
 """
 import argparse
-import contextlib
-import csv
 import math
 import os
 import shutil
@@ -17,28 +17,41 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from data.bin import Dataset, batch, num_ntp_targets, pack, targets
-from model import PRESETS, Llama, LlamaConfig, compile_layers, find_folder, preset_mask_id, read_config, write_whole
+from evaluate import sweep, table
+from model import PRESETS, Llama, LlamaConfig, compile_layers, find_folder, free_memory, write_whole
 from sbd_loss import ntp_loss, sbd_loss
 from tokenizer import Tokenizer
 
-HERE = Path(__file__).parent
-RECIPES = {   # section 7.1 of the paper: 2M tokens a step, 34k steps
+HERE = Path(__file__).resolve().parent
+WORD_PROBLEMS = HERE / "data/word_problems"
+RECIPES = {   # method section 3: 2M tokens a step, 34k steps, 32k context
     "paper-8b": dict(lr=3e-4, warmup_steps=200, max_steps=34_000, seq_len=32_768, batch_size=1, grad_accum=64,
                      dtype="bfloat16", grad_checkpoint=True),
 }
+# What a (seed, step) means, and what the weights are: a resumed run cannot change these.
+FIXED = ("recipe", "init_from", "dataset", "objective", "mask_id", "seed", "seq_len", "batch_size", "grad_accum",
+         "block_size_min", "block_size_max", "full_mask_prob")
+CELLS = [dict(mode="sbd", block_size=k, gamma=0.1) for k in (8, 16)] + [dict(mode="verified", block_size=16, hedges=2)]
+
+
+def place(name):
+    """A folder by its absolute path, so that a run can be resumed from anywhere; any other name as it is."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
 def parse(argv=None):
     p = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, description=__doc__.split("\n")[0])
     a = p.add_argument
-    a("--init_from", default=str(HERE / "checkpoints/tiny-ntp"), help=f"folder, hub id owner/name, or preset: {', '.join(PRESETS)} (one without weights starts at random)")
-    a("--dataset", default="word_problems", help="a folder of .bin files, or NAME for data/NAME")
-    a("--out_dir", type=Path, default=Path("out"), help="checkpoints, log.csv and the finished model")
+    a("--init_from", type=place, default=str(HERE / "checkpoints/tiny-ntp"),
+      help=f"folder, hub id owner/name, or preset: {', '.join(PRESETS)} (one without weights starts at random)")
+    a("--dataset", type=place, default="word_problems", help="a folder of .bin files, or NAME for data/NAME")
+    a("--out_dir", type=Path, default="out", help="checkpoints, log.csv and the finished model")
     a("--resume", action="store_true", help="go on from the newest checkpoint of out_dir, with its options unless given again")
     a("--overwrite", action="store_true", help="start afresh in an out_dir that holds another run")
     a("--recipe", choices=RECIPES, help="the paper's hyperparameters as defaults")
@@ -52,7 +65,7 @@ def parse(argv=None):
     a("--seq_len", type=int, default=512, help="tokens a row")
     a("--batch_size", type=int, default=8, help="rows a forward")
     a("--grad_accum", type=int, default=1, help="forwards a step")
-    a("--max_steps", type=int, default=400, help="optimizer steps")
+    a("--max_steps", type=int, default=200, help="optimizer steps")
     a("--lr", type=float, default=1e-3, help="peak learning rate")
     a("--min_lr", type=float, default=0.0, help="learning rate at the end of the cosine")
     a("--warmup_steps", type=int, default=20, help="steps of linear warmup")
@@ -60,8 +73,8 @@ def parse(argv=None):
     a("--beta1", type=float, default=0.9, help="AdamW's")
     a("--beta2", type=float, default=0.95, help="AdamW's")
     a("--grad_clip", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
-    a("--log_interval", type=int, default=10, help="steps a line")
-    a("--eval_interval", type=int, default=200, help="steps between validation losses and checkpoints")
+    a("--log_interval", type=int, default=10, help="steps a line; losses are their mean")
+    a("--eval_interval", type=int, default=100, help="steps between checkpoints, each after the validation losses")
     a("--eval_rows", type=int, default=32, help="validation rows; 0: none")
     a("--sample_problems", type=int, default=100, help="held-out word problems decoded at the end; 0: none")
     a("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, mps")
@@ -71,15 +84,22 @@ def parse(argv=None):
     a("--grad_checkpoint", action="store_true", help="recompute each layer in backward: less memory, a third more time")
     a("--seed", type=int, default=0, help="of initialisation, data order and noise")
     first = p.parse_args(argv)
-    if first.recipe:
-        p.set_defaults(**RECIPES[first.recipe])
-    if first.resume:
-        state = newest(first.out_dir)
-        if state is None:
-            raise ValueError(f"--resume: {first.out_dir} holds no checkpoint: leave --resume away to start a run there")
-        saved = torch.load(state / "train_state.pt", weights_only=True)["args"]
-        p.set_defaults(**{k: v for k, v in saved.items() if k not in ("out_dir", "resume", "overwrite")})
-    return p.parse_args(argv)
+    if not first.resume:
+        p.set_defaults(**RECIPES.get(first.recipe, {}))
+        return p.parse_args(argv)
+    if first.overwrite:
+        raise ValueError("--resume --overwrite: give one of them")
+    if (folder := newest(first.out_dir)) is None:
+        raise ValueError(f"--resume: {first.out_dir} holds no checkpoint: leave --resume away to start a run there")
+    saved = torch.load(folder / "train_state.pt", weights_only=True, mmap=True)   # mapped: the states are not read yet
+    p.set_defaults(**{name: value for name, value in saved["args"].items() if name not in ("out_dir", "resume", "overwrite")})
+    args = p.parse_args(argv)
+    for name in FIXED:
+        if (now := getattr(args, name)) != (was := saved["args"][name]):
+            raise ValueError(f"--{name} {now}: the run in {args.out_dir} has {was}; leave it away, or start another run in another --out_dir")
+    if args.max_steps < saved["step"]:
+        raise ValueError(f"--max_steps {args.max_steps}: the run in {args.out_dir} is at step {saved['step']} already")
+    return args
 
 
 def newest(out_dir: Path):
@@ -88,91 +108,120 @@ def newest(out_dir: Path):
 
 
 def check(args):
-    """Everything that can be refused is refused here, before weights are loaded or files touched."""
-    positive = ("batch_size", "grad_accum", "max_steps", "log_interval", "eval_interval", "lr")
-    for name in positive:
-        if not getattr(args, name) > 0:
-            raise ValueError(f"--{name} {getattr(args, name)}: wanted more than 0")
-    if not 1 <= args.block_size_min <= args.block_size_max:
-        raise ValueError(f"--block_size_min {args.block_size_min} --block_size_max {args.block_size_max}: wanted 1 <= min <= max")
-    if not 0 <= args.full_mask_prob <= 1:
-        raise ValueError(f"--full_mask_prob {args.full_mask_prob}: wanted 0 to 1")
+    """Refuse everything that can be refused, before weights are loaded or files touched.
+
+    Returns the training set, the validation set or None, the model's config and its tokenizer.
+    """
+    at_least = dict.fromkeys(("batch_size", "grad_accum", "max_steps", "log_interval", "eval_interval", "block_size_min"), 1)
+    at_least |= dict.fromkeys(("lr", "min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip", "eval_rows",
+                               "sample_problems", "ntp_weight", "matp_weight", "full_mask_prob", "seed"), 0)
+    at_most = dict(full_mask_prob=1, sample_problems=2000, min_lr=args.lr)
+    for name, low in at_least.items():
+        value, high = getattr(args, name), at_most.get(name, math.inf)
+        if not (low <= value <= high and value < math.inf):
+            raise ValueError(f"--{name} {value}: wanted a number from {low}" + (f" to {high}" if high < math.inf else " up"))
+    for name in ("lr", "beta1", "beta2"):
+        if not (getattr(args, name) > 0 if name == "lr" else getattr(args, name) < 1):
+            raise ValueError(f"--{name} {getattr(args, name)}: wanted {'more than 0' if name == 'lr' else 'less than 1'}")
+    if args.block_size_min > args.block_size_max:
+        raise ValueError(f"--block_size_min {args.block_size_min} is more than --block_size_max {args.block_size_max}")
     try:
-        torch.empty(1, device=args.device)
+        torch.zeros(1, device=args.device).item()
     except (RuntimeError, AssertionError):
-        raise ValueError(f"--device {args.device} is not there: try cpu") from None
+        raise ValueError(f"--device {args.device} is not there: try --device=cpu") from None
     args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
+    if args.out_dir.exists() and not args.out_dir.is_dir():
+        raise ValueError(f"--out_dir {args.out_dir} is a file: give a folder")
     if not args.resume and not args.overwrite and (newest(args.out_dir) or (args.out_dir / "config.json").exists()):
         raise ValueError(f"{args.out_dir} holds another run: give --resume, --overwrite or another --out_dir")
-    folder = Path(args.dataset) if Path(args.dataset).is_dir() else HERE / "data" / args.dataset
-    if folder == HERE / "data/word_problems" and not (folder / "meta.json").exists():   # the default set makes itself
-        subprocess.run([sys.executable, folder / "prepare.py"], check=True)
-    train, val = Dataset(folder, "train"), Dataset(folder, "val")
-    scratch = args.init_from in PRESETS and PRESETS[args.init_from][1] is None
-    source = newest(args.out_dir) if args.resume else None if scratch else find_folder(args.init_from)
-    if source is None:
-        config, source_tokenizer = LlamaConfig.from_pretrained(args.init_from), train.meta["tokenizer"]
-    else:
-        config, source_tokenizer = read_config(source, mask_id=preset_mask_id(args.init_from)), source
-    tokenizer = Tokenizer.from_pretrained(source_tokenizer)
-    if tokenizer.hash != train.meta["tokenizer_hash"] or train.vocab_size > config.vocab_size:
-        raise ValueError(f"{folder} was tokenized with another vocabulary ({train.meta['tokenizer']}) than {args.init_from}'s: "
-                         f"prepare it with --tokenizer={args.init_from}")
-    if args.seq_len > config.max_position_embeddings or args.seq_len < 2:
-        raise ValueError(f"--seq_len {args.seq_len}: wanted 2 to {config.max_position_embeddings}, the model's context")
-    if args.mask_id is None and config.mask_id is None and args.objective == "sbd":
+
+    folder = newest(args.out_dir) if args.resume else None if starts_at_random(args) else find_folder(args.init_from, weights=False)
+    if args.overwrite and folder and folder.resolve().is_relative_to(args.out_dir.resolve()):
+        raise ValueError(f"--overwrite would remove what --init_from {args.init_from} names: give another --out_dir")
+    config = LlamaConfig.from_pretrained(folder if args.resume else args.init_from)
+    if args.mask_id is not None:
+        config = replace(config, mask_id=args.mask_id)
+    if config.mask_id is None and args.objective == "sbd":
         raise ValueError(f"{args.init_from} names no mask token: give --mask_id, an id of its vocabulary that text never uses")
-    return train, val, source, tokenizer
+    if not 2 <= args.seq_len <= config.max_position_embeddings:
+        raise ValueError(f"--seq_len {args.seq_len}: wanted 2 to {config.max_position_embeddings}, the model's context")
+    with torch.device("meta"):
+        parameters = sum(w.numel() for w in Llama(config).parameters())
+    need, free = 16 * parameters, free_memory(args.device)   # bytes: weights, gradients and AdamW's two states, float32
+    if need > free:
+        raise ValueError(f"training {args.init_from} needs {need / 2**30:.1f} GiB for weights, gradients and AdamW's states, "
+                         f"{args.device} has {free / 2**30:.1f} GiB free: use a smaller model or another device")
+
+    dataset = Path(args.dataset) if Path(args.dataset).is_dir() else HERE / "data" / args.dataset
+    if dataset == WORD_PROBLEMS and not (dataset / "meta.json").exists():   # the default data set makes itself
+        print("preparing the word problems, under a minute", flush=True)
+        if subprocess.run([sys.executable, dataset / "prepare.py"]).returncode:
+            raise ValueError(f"{dataset}/prepare.py failed")
+    data = Dataset(dataset, "train")
+    val = Dataset(dataset, "val") if "val" in data.meta["splits"] else None
+    tokenizer = Tokenizer.from_pretrained(folder or data.meta["tokenizer"])
+    if tokenizer.hash != data.meta["tokenizer_hash"] or data.vocab_size > config.vocab_size:
+        raise ValueError(f"{dataset} was tokenized with another vocabulary, that of {data.meta['tokenizer']}: "
+                         f"prepare your data with --tokenizer={args.init_from}")
+    return data, val, config, tokenizer
 
 
-def load(args, source, tokenizer) -> Llama:
-    """The model with float32 weights."""
-    if source is None:
-        torch.manual_seed(args.seed)
-        model = Llama(LlamaConfig.from_pretrained(args.init_from)).to(args.device)
-        model.folder = tokenizer.folder
-        if args.mask_id is not None:
-            model.config.mask_id = args.mask_id
+def starts_at_random(args):
+    """A preset that nobody published weights for is a shape only."""
+    return args.init_from in PRESETS and PRESETS[args.init_from][1] is None
+
+
+def load(args, config, tokenizer) -> Llama:
+    """The model, with float32 weights."""
+    if args.resume or not starts_at_random(args):
+        source = newest(args.out_dir) if args.resume else args.init_from
+        model = Llama.from_pretrained(source, args.device, torch.float32, config.mask_id)
+        for weight in model.parameters():   # mapped from the file: as aligned in memory as weights that never stopped,
+            weight.data = weight.data.clone()   # or matrix products could round differently
     else:
-        model = Llama.from_pretrained(source, args.device, torch.float32, args.mask_id if args.mask_id is not None else preset_mask_id(args.init_from))
+        torch.manual_seed(args.seed)
+        model = Llama(config).to(args.device)
+        model.folder = tokenizer.folder
     model.grad_checkpoint = args.grad_checkpoint
-    if args.compile:
-        compile_layers(model)
-    return model.train()
+    return (compile_layers(model) if args.compile else model).train()
 
 
-def losses(model, args, rows, indices, block_size, generator, num_targets=None):
+def draw(args, step, num_rows):
+    """A step's block size k ~ U{min, ..., max}, masking probabilities eta (num_rows, 1) ~ U(0, 1) (Eq. 13), and
+    the generator of the masks: functions of (seed, step)."""
+    seed = (args.seed * 1_000_003 + step) % 2**32   # 32 bits: the CPU's generator ignores any more
+    generator = torch.Generator().manual_seed(seed)
+    k = int(torch.randint(args.block_size_min, args.block_size_max + 1, (1,), generator=generator))
+    if args.device != "cpu":   # k was drawn on the host, and nobody waits for the device
+        generator = torch.Generator(args.device).manual_seed(seed)
+    eta = torch.rand(num_rows, 1, generator=generator, device=args.device)
+    if args.full_mask_prob:   # draft-aware noise (method section 10): some rows show nothing of their blocks
+        eta[torch.rand(num_rows, 1, generator=generator, device=args.device) < args.full_mask_prob] = 1.0
+    return k, eta, generator
+
+
+def losses(model, args, b, k, eta, generator, num_targets=None):
     """One forward's loss; autocast keeps float32 weights and runs the matrix products in --dtype."""
-    b = batch(rows, indices).to(args.device)
-    loss_mask, ntp_mask = targets(b, block_size)
+    b = b.to(args.device)
+    loss_mask, ntp_mask = targets(b, k)   # (B, L)
     with torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         if args.objective == "ntp":
             return ntp_loss(model, b.tokens, ntp_mask, b.doc_ids, num_targets)
-        eta = torch.rand(len(indices), 1, generator=generator, device=args.device)
-        if args.full_mask_prob:   # draft-aware noise: some rows show nothing of their blocks
-            eta[torch.rand(len(indices), 1, generator=generator, device=args.device) < args.full_mask_prob] = 1.0
-        return sbd_loss(model, b.tokens, block_size, loss_mask, ntp_mask, b.doc_ids, num_targets,
+        return sbd_loss(model, b.tokens, k, loss_mask, ntp_mask, b.doc_ids, num_targets,
                         args.ntp_weight, args.matp_weight, eta, generator, args.attention)
-
-
-def step_generator(args, step):
-    """A generator that depends on (seed, step) only, and the step's block size k ~ U{min, ..., max}."""
-    generator = torch.Generator(args.device).manual_seed((args.seed << 32) + step)
-    k = torch.randint(args.block_size_min, args.block_size_max + 1, (1,), generator=generator, device=args.device)
-    return generator, int(k)
 
 
 @torch.no_grad()
 def validate(model, args, rows):
-    """Mean NTP and MATP losses over the first --eval_rows rows, always with the same noise."""
+    """Mean NTP and MATP losses over the first --eval_rows rows, nats, always with the same noise."""
     model.eval()
-    sums, n = [0.0, 0.0], 0
+    found = []
     for i in range(0, min(args.eval_rows, len(rows)), args.batch_size):
-        generator, k = step_generator(args, i)
-        result = losses(model, args, rows, range(i, min(i + args.batch_size, len(rows))), k, generator)
-        sums, n = [sums[0] + float(result.ntp), sums[1] + float(result.matp)], n + 1
+        b = batch(rows, range(i, min(i + args.batch_size, args.eval_rows, len(rows))))
+        result = losses(model, args, b, *draw(args, i, len(b.tokens)))
+        found.append(torch.stack((result.ntp, result.matp)))
     model.train()
-    return [s / n for s in sums]
+    return torch.stack(found).mean(0).tolist()
 
 
 def learning_rate(args, step):
@@ -183,105 +232,148 @@ def learning_rate(args, step):
     return args.min_lr + 0.5 * (args.lr - args.min_lr) * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
-def save(model, optimizer, args, step):
+def make_optimizer(model, args):
+    """AdamW; weight decay pulls on matrices only, not on the gains of the norms."""
+    groups = [dict(params=[w for w in model.parameters() if w.dim() == 2], weight_decay=args.weight_decay),
+              dict(params=[w for w in model.parameters() if w.dim() != 2], weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), fused=True)
+
+
+def save(model, optimizer, args, step, **more):
     """Write a checkpoint aside, rename it into place, and only then remove the ones before it."""
-    final = args.out_dir / f"step-{step:08d}"
-    if final.exists():
+    final, aside = args.out_dir / f"step-{step:08d}", args.out_dir / f"tmp-{step:08d}"
+    if final.exists():   # resumed there and stopped again: what would be written stands there
         return
-    aside = args.out_dir / f"tmp-{step:08d}"
     shutil.rmtree(aside, ignore_errors=True)
     model.save_pretrained(aside)
-    state = dict(optimizer=optimizer.state_dict(), step=step, args={k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()})
+    state = dict(optimizer=optimizer.state_dict(), step=step, **more,
+                 args={name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()})
     write_whole(aside / "train_state.pt", lambda path: torch.save(state, path))
+    flush_folder(aside)
     os.replace(aside, final)
+    flush_folder(args.out_dir)
+    model.folder = final   # the next checkpoint takes its tokenizer files from here, not from one that is gone by then
     for old in args.out_dir.glob("step-*"):
         if old != final:
             shutil.rmtree(old)
 
 
-def main():
-    args = parse()
-    train, val, source, tokenizer = check(args)
-    model = load(args, source, tokenizer)
-    copies = args.block_size_max - 1 if args.objective == "sbd" else 0
-    rows, val_rows = pack(train, args.seq_len, copies, args.seed), pack(val, args.seq_len, copies, args.seed)
-    matrices = [w for w in model.parameters() if w.dim() == 2]
-    others = [w for w in model.parameters() if w.dim() != 2]
-    optimizer = torch.optim.AdamW([dict(params=matrices, weight_decay=args.weight_decay), dict(params=others, weight_decay=0.0)],
-                                  lr=args.lr, betas=(args.beta1, args.beta2), fused=True)
-    start = 0
-    log_path = args.out_dir / "log.csv"
-    args.out_dir.mkdir(parents=True, exist_ok=True)
-    lines = []
-    if args.resume:
-        state = torch.load(source / "train_state.pt", map_location=args.device, weights_only=True)
-        optimizer.load_state_dict(state["optimizer"])
-        start = state["step"]
-        if log_path.exists():   # a kill may have left lines behind the checkpoint
-            lines = [line for line in csv.reader(log_path.open()) if line[0] == "step" or int(line[0]) <= start]
-    elif args.overwrite:
-        for old in [*args.out_dir.glob("step-*"), *args.out_dir.glob("tmp-*")]:
-            shutil.rmtree(old)
-        (args.out_dir / "config.json").unlink(missing_ok=True)
-    log_file = log_path.open("w", newline="")
-    log = csv.writer(log_file)
-    log.writerows(lines or [("step", "ntp_loss", "matp_loss", "val_ntp_loss", "val_matp_loss", "lr", "tokens_per_s")])
-    parameters = sum(w.numel() for w in model.parameters())
-    print(f"{args.objective} on {args.dataset}, {parameters / 1e6:.2f}M parameters, steps {start} to {args.max_steps} of "
-          f"{args.batch_size * args.grad_accum} x {args.seq_len} tokens, {args.device} {args.dtype}, into {args.out_dir}")
+def flush_folder(folder):
+    """Renames inside a folder reach the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
-    stop_signal = []   # Ctrl-C and SIGTERM end the run after the step at hand
+
+def on_signals(handler):
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: stop_signal.append(number))
+        signal.signal(number, handler)
 
-    per_step = args.batch_size * args.grad_accum
-    since, since_step, began = time.time(), start, time.time()
+
+def exit_at_once(number, frame):
+    sys.exit(128 + number)   # 130 for Ctrl-C, 143 for SIGTERM
+
+
+def train(argv=None):
+    on_signals(exit_at_once)
+    args = parse(argv)
+    data, val, config, tokenizer = check(args)
+    model = load(args, config, tokenizer)
+    copies = args.block_size_max - 1 if args.objective == "sbd" else 0   # stop copies behind a document (method section 3)
+    rows = pack(data, args.seq_len, copies, args.seed)
+    val_rows = pack(val, args.seq_len, copies, args.seed) if val and args.eval_rows else None
+    optimizer = make_optimizer(model, args)
+    start, log_path = 0, args.out_dir / "log.csv"
+    sums = torch.zeros(2, device=args.device)   # of the ntp and matp losses since the last line; read only at the next
+    num_summed = 0                              # steps in them
+    lines = ["step,ntp_loss,matp_loss,val_ntp_loss,val_matp_loss,lr,tokens_per_s\n"]
+    args.out_dir.mkdir(parents=True, exist_ok=True)
+    for old in [*args.out_dir.glob("tmp-*"), *(args.out_dir.glob("step-*") if args.overwrite else ())]:
+        shutil.rmtree(old)   # what a kill left, and what the user gave up
+    if args.overwrite:
+        (args.out_dir / "config.json").unlink(missing_ok=True)
+    if args.resume:
+        state = torch.load(newest(args.out_dir) / "train_state.pt", map_location=args.device, weights_only=True)
+        optimizer.load_state_dict(state["optimizer"] | dict(param_groups=optimizer.state_dict()["param_groups"]))
+        start, sums, num_summed = state["step"], state["sums"], state["num_summed"]
+        if log_path.exists():   # a kill may have left lines behind the checkpoint, the last one torn
+            written = log_path.read_text().splitlines(keepends=True)[1:]
+            lines += [line for line in written if line.endswith("\n") and int(line.split(",")[0]) <= start]
+    write_whole(log_path, lambda path: path.write_text("".join(lines)))
+    print(f"{args.objective} on {args.dataset}: {sum(w.numel() for w in model.parameters()) / 1e6:.2f}M parameters, steps "
+          f"{start} to {args.max_steps} of {args.batch_size * args.grad_accum} x {args.seq_len} tokens, {args.device} "
+          f"{args.dtype}, into {args.out_dir}", flush=True)
+
+    stop = []   # the first Ctrl-C or SIGTERM ends the run after the step at hand, a second one at once
+    on_signals(lambda number, frame: exit_at_once(number, frame) if stop else stop.append(number))
+    B, per_step = args.batch_size, args.batch_size * args.grad_accum   # rows
+    first_bad = torch.full((), math.inf, device=args.device)   # the first step that was not finite
+    began = line_time = time.time()
+    line_step = start
     for step in range(start, args.max_steps):
-        generator, k = step_generator(args, step)
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = learning_rate(args, step)
-        micro = [range(step * per_step + i * args.batch_size, step * per_step + (i + 1) * args.batch_size) for i in range(args.grad_accum)]
-        num_targets = sum(num_ntp_targets(batch(rows, m)) for m in micro)
-        sums = [0.0, 0.0]
-        for m in micro:
-            result = losses(model, args, rows, m, k, generator, num_targets)
+        k, eta, generator = draw(args, step, per_step)
+        lr = learning_rate(args, step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        batches = [batch(rows, range(i, i + B)) for i in range(step * per_step, (step + 1) * per_step, B)]
+        num_targets = sum(map(num_ntp_targets, batches))   # one constant for the whole step: Eq. 14 of the large batch
+        for i, b in enumerate(batches):
+            result = losses(model, args, b, k, eta[i * B:(i + 1) * B], generator, num_targets)
             result.loss.backward()
-            sums = [sums[0] + float(result.ntp) / args.grad_accum, sums[1] + float(result.matp) / args.grad_accum]
-        if not math.isfinite(sum(sums)):
-            raise ValueError(f"the loss is not finite at step {step}: the last good checkpoint is {newest(args.out_dir)}; "
-                             "resume from it with a lower --lr")
-        if args.grad_clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
+            sums += torch.stack((result.ntp, result.matp)) / args.grad_accum
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        done = step + 1
-        last = done == args.max_steps or bool(stop_signal)
-        evaluate = args.eval_rows and (done % args.eval_interval == 0 or done == args.max_steps)
-        if done % args.log_interval == 0 or last:
-            rate = (done - since_step) * per_step * args.seq_len / (time.time() - since)
-            left = (args.max_steps - done) * (time.time() - began) / (done - start)
-            checked = validate(model, args, val_rows) if evaluate else []
-            print(f"step {done:5d}  ntp {sums[0]:.4f}  matp {sums[1]:.4f}  lr {learning_rate(args, step):.2e}  {rate:,.0f} tokens/s  "
-                  f"{left / 60:.1f} min left" + (f"  validation ntp {checked[0]:.4f} matp {checked[1]:.4f}" if checked else ""), flush=True)
-            log.writerow((done, f"{sums[0]:.6f}", f"{sums[1]:.6f}", *([f"{c:.6f}" for c in checked] or ["", ""]), f"{learning_rate(args, step):.6g}", f"{rate:.0f}"))
-            log_file.flush()
-            since, since_step = time.time(), done
-        if done % args.eval_interval == 0 or last:
-            save(model, optimizer, args, done)
-        if stop_signal and done < args.max_steps:
+        done, num_summed = step + 1, num_summed + 1
+        first_bad = torch.where(torch.isfinite(norm + sums.sum()), first_bad, first_bad.clamp(max=done))
+
+        save_now = done % args.eval_interval == 0 or done == args.max_steps
+        line_now = done % args.log_interval == 0 or save_now
+        if line_now or stop:   # the only places where the host waits for the device
+            checked = validate(model, args, val_rows) if save_now and val_rows else []
+            bad = min(first_bad.item(), math.inf if all(map(math.isfinite, checked)) else done)
+            if bad < math.inf:
+                last = newest(args.out_dir)
+                advice = f"{last} is the last good checkpoint, --resume with a lower --lr" if last else "there is no checkpoint yet, start again with a lower --lr"
+                sys.exit(f"train.py: the loss or its gradient is not finite at step {bad:.0f}: {advice}")
+        if line_now:
+            ntp, matp = (sums / num_summed).tolist()
+            rate = (done - line_step) * per_step * args.seq_len / (time.time() - line_time)   # tokens a second
+            left = (args.max_steps - done) * (time.time() - began) / (done - start) / 60      # minutes
+            print(f"step {done:5d}  ntp {ntp:.4f}  matp {matp:.4f}  lr {lr:.2e}  {rate:,.0f} tokens/s  {left:.1f} min left"
+                  + (f"  validation ntp {checked[0]:.4f} matp {checked[1]:.4f}" if checked else ""), flush=True)
+            with log_path.open("a") as file:
+                file.write(",".join([str(done), *(f"{x:.9g}" for x in (ntp, matp, *checked)), *[""] * (2 - len(checked)), f"{lr:.6g}", f"{rate:.0f}"]) + "\n")
+            sums.zero_()
+            num_summed, line_step, line_time = 0, done, time.time()
+        if save_now or stop:
+            save(model, optimizer, args, done, sums=sums, num_summed=num_summed)
+        if stop:
             print(f"stopped at step {done}; go on with: python train.py --resume --out_dir={args.out_dir}")
-            sys.exit(128 + stop_signal[0])
-    finish(model, args)
+            exit_at_once(stop[0], None)
+    on_signals(exit_at_once)
+    finish(model, args, tokenizer)
 
 
-def finish(model, args):
-    """The finished model as a folder of its own in out_dir: bfloat16 weights, no optimizer state."""
+def finish(model, args, tokenizer):
+    """The finished model as a folder of its own in out_dir, bfloat16; on word problems, how well it decodes."""
     model.to(torch.bfloat16).save_pretrained(args.out_dir)
-    print(f"finished: python generate.py --init_from={args.out_dir}")
+    flush_folder(args.out_dir)
+    print(f"finished: python generate.py --init_from={args.out_dir} --prompt=...", flush=True)
+    if args.sample_problems and WORD_PROBLEMS in (Path(args.dataset), HERE / "data" / args.dataset):
+        from data.word_problems.prepare import problems
+        model = Llama.from_pretrained(args.out_dir, args.device, torch.float32)   # what was saved, and not compiled
+        cells = [dict(mode="ntp")] + (CELLS if args.objective == "sbd" else [])
+        print(table(sweep(model, tokenizer, problems("val", args.sample_problems), cells)))
+
+
+def main(argv=None):
+    try:
+        train(argv)
+    except (ValueError, OSError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    main()

@@ -126,7 +126,7 @@ class Dataset:
         self.tokens, self.mask, docs = arrays
         self.starts, self.stops = np.ascontiguousarray(docs.reshape(-1, 2).T)
         self.lengths = np.diff(self.starts, append=counts["tokens"])
-        if self.starts[0] != 0 or self.lengths.min() < 1 or not set(np.unique(self.stops)) <= {0, 1}:
+        if self.starts[0] != 0 or self.lengths.min() < 1 or not np.isin(self.stops, (0, 1)).all():
             raise ValueError(f"{self.dir}/{split}.docs.bin is damaged: prepare the set again")
 
 

@@ -1,0 +1,641 @@
+"""model.py against transformers, against published figures, and against bad input."""
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import model as model_file
+from model import PRESETS, Llama, LlamaConfig, find_folder, read_config, rotary, write_whole
+from smollm2 import smollm2_or_skip
+
+transformers = pytest.importorskip("transformers")
+ROOT = Path(__file__).resolve().parent.parent
+
+SMALL = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
+             num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1e-5, tie_word_embeddings=False)
+LLAMA3_ROPE = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+SHAPES = {   # the model type, what differs from SMALL, and the rotary parameters
+    "llama": ("llama", {}, {}),
+    "llama-tied": ("llama", dict(tie_word_embeddings=True), {}),
+    "llama-mha": ("llama", dict(num_key_value_heads=6), {}),
+    "llama-mqa": ("llama", dict(num_key_value_heads=1), {}),
+    "llama-head_dim": ("llama", dict(head_dim=16), {}),
+    # theta 1000 and 16 dimensions: a frequency that is kept, one between, the others stretched; 70 tokens go beyond 32
+    "llama-llama3": ("llama", dict(head_dim=16), dict(rope_type="llama3", **LLAMA3_ROPE)),
+    "llama-llama3-tied": ("llama", dict(head_dim=16, tie_word_embeddings=True),
+                          dict(rope_type="llama3", **dict(LLAMA3_ROPE, factor=32.0))),
+    "qwen3": ("qwen3", dict(head_dim=16, rms_norm_eps=1e-6), {}),
+    "qwen3-tied": ("qwen3", dict(head_dim=10, tie_word_embeddings=True), {}),
+}
+
+
+def reference(name="llama", dtype=torch.float64, theta=1000.0, seed=0, **changes):
+    """A random-weight model of transformers; weights large enough that attention is far from uniform."""
+    kind, shape, rope = SHAPES[name]
+    Config, Model = {"llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+                     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM)}[kind]
+    config = Config(**SMALL | shape | changes, rope_parameters=dict(rope or dict(rope_type="default"), rope_theta=theta),
+                    bos_token_id=1, eos_token_id=2)
+    generator = torch.Generator().manual_seed(seed)
+    hf = Model(config).eval()
+    with torch.no_grad():
+        for weight in hf.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.25 + (1.0 if weight.dim() == 1 else 0.0))
+    return hf.to(dtype)
+
+
+def some_tokens(B=2, T=70, V=97, seed=1):
+    return torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def distance(ours, theirs):
+    """Largest difference, relative to the largest logit."""
+    return ((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max()).item()
+
+
+def edit_json(path, **changes):
+    """Set keys of a JSON file; a value of None removes the key."""
+    value = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in value.items() if v is not None}))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A good folder in HF layout, of 3 small layers."""
+    reference(dtype=torch.float32).save_pretrained(tmp_path / "good")
+    return tmp_path / "good"
+
+
+def refusal(call, *words):
+    """The one line with which `call` is refused; it names each of `words`."""
+    with pytest.raises(ValueError) as caught:
+        call()
+    line = str(caught.value)
+    assert "\n" not in line and len(line) < 600
+    for word in words:
+        assert word in line, f"{word!r} is not in: {line}"
+    return line
+
+
+# --- the same function as transformers
+
+# transformers takes rotary angles and norms in float32 also in a float64 model: equal to float32's rounding.
+TOLERANCE = 2e-5
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_equal_those_of_transformers(name, tmp_path):
+    hf, tokens = reference(name), some_tokens()
+    hf.save_pretrained(tmp_path)
+    ours = Llama.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert ours.lm_head.weight.dtype == torch.float64
+        assert distance(ours(tokens), hf(tokens).logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling with rope_type", "rope_scaling with type"])
+@pytest.mark.parametrize("name", ["llama", "llama-llama3", "qwen3"])
+def test_config_is_read_in_its_older_and_its_newer_form(name, form, tmp_path):
+    hf, tokens = reference(name), some_tokens()
+    hf.save_pretrained(tmp_path)
+    path, rope = tmp_path / "config.json", dict(SHAPES[name][2])
+    if form == "rope_parameters":
+        edit_json(path, rope_theta=None, rope_scaling=None, rope_parameters=dict(rope or {"rope_type": "default"}, rope_theta=1000.0))
+    else:
+        if rope and form.endswith("with type"):
+            rope["type"] = rope.pop("rope_type")
+        edit_json(path, rope_parameters=None, rope_theta=1000.0, rope_scaling=rope or None)
+    config = read_config(tmp_path)
+    assert config.rope_theta == 1000.0 and bool(config.rope_scaling) == bool(rope)
+    with torch.no_grad():
+        assert distance(Llama.from_pretrained(tmp_path)(tokens), hf(tokens).logits) < TOLERANCE
+
+
+def test_many_shards_load_as_one(tmp_path):
+    hf, tokens = reference(), some_tokens()
+    hf.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    with torch.no_grad():
+        assert distance(Llama.from_pretrained(tmp_path)(tokens), hf(tokens).logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_defaults_to_the_stored_one(dtype, tmp_path):
+    reference(dtype=dtype).save_pretrained(tmp_path)
+    assert {w.dtype for w in Llama.from_pretrained(tmp_path).parameters()} == {dtype}
+    assert {w.dtype for w in Llama.from_pretrained(tmp_path, dtype=torch.float64).parameters()} == {torch.float64}
+
+
+def test_weights_stored_in_two_dtypes_load_in_that_of_the_embedding(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].bfloat16()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    ours = Llama.from_pretrained(folder)
+    assert {w.dtype for w in ours.parameters()} == {torch.float32}
+    ours(some_tokens())
+
+
+def test_at_picks_the_positions_whose_logits_are_wanted():
+    model, tokens = Llama(LlamaConfig(vocab_size=97)).double(), some_tokens(B=3, T=12)
+    with torch.no_grad():
+        full = model(tokens)
+        assert full.shape == (3, 12, 97)
+        for_all_rows = torch.tensor([11, 0, 5])
+        torch.testing.assert_close(model(tokens, at=for_all_rows), full[:, for_all_rows], rtol=1e-12, atol=1e-12)
+        row_by_row = torch.tensor([[0, 3], [11, 11], [7, 2]])
+        expected = torch.stack([full[b, row_by_row[b]] for b in range(3)])
+        torch.testing.assert_close(model(tokens, at=row_by_row), expected, rtol=1e-12, atol=1e-12)
+        assert model(tokens, at=torch.empty(0, dtype=torch.long)).shape == (3, 0, 97)
+
+
+def test_positions_are_those_of_each_row():
+    model, tokens = Llama(LlamaConfig(vocab_size=97)).double(), some_tokens(B=2, T=12)
+    one, two = torch.arange(5, 29, 2), torch.arange(12).flip(0)
+    with torch.no_grad():
+        together = model(tokens, torch.stack((one, two)))
+        torch.testing.assert_close(together[:1], model(tokens[:1], one), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(together[1:], model(tokens[1:], two), rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(together[:1], model(tokens[:1]))   # these positions do matter
+        # Rotary positions are relative: a shift of all of them changes nothing.
+        torch.testing.assert_close(model(tokens, torch.arange(12) + 31), model(tokens), rtol=1e-9, atol=1e-9)
+
+
+def test_positions_mean_what_they_mean_in_transformers():
+    hf, tokens = reference("llama-llama3"), some_tokens(B=2, T=9)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8], [3, 3, 9, 40, 41, 42, 100, 101, 200]])
+    ours = Llama(LlamaConfig(**SMALL, head_dim=16, rope_theta=1000.0, rope_scaling=dict(rope_type="llama3", **LLAMA3_ROPE))).double()
+    ours.load_state_dict(hf.state_dict())
+    everything = torch.ones(9, 9, dtype=torch.bool).tril()[None, None].expand(2, 1, 9, 9)
+    with torch.no_grad():
+        expected = hf(tokens, position_ids=positions, attention_mask=everything).logits
+        assert distance(ours(tokens, positions), expected) < TOLERANCE
+
+
+def test_attend_is_called_once_a_layer_with_rotated_heads():
+    config = LlamaConfig(vocab_size=97, num_attention_heads=6, num_key_value_heads=2)
+    model, tokens, calls = Llama(config), some_tokens(B=2, T=5), []
+
+    def attend(layer, q, k, v):
+        calls.append((layer, q.shape, k.shape, v.shape))
+        return model_file.causal(layer, q, k, v)
+
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens, attend=attend), model(tokens))
+    assert calls == [(i, (2, 6, 5, 32), (2, 2, 5, 32), (2, 2, 5, 32)) for i in range(4)]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_attention_gets_one_dtype_under_autocast(model_type):
+    model, seen = Llama(LlamaConfig(vocab_size=97, model_type=model_type)), []
+
+    def attend(layer, q, k, v):
+        seen.append({q.dtype, k.dtype, v.dtype})
+        return model_file.causal(layer, q, k, v)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(some_tokens(T=5), attend=attend).float().sum().backward()
+    assert all(dtypes == {torch.bfloat16} for dtypes in seen)
+
+
+def test_recomputing_layers_in_backward_changes_no_gradient():
+    model, tokens = Llama(LlamaConfig(vocab_size=97)).double().train(), some_tokens(T=10)
+    model(tokens).square().mean().backward()
+    plain = [w.grad.clone() for w in model.parameters()]
+    model.zero_grad()
+    model.grad_checkpoint = True
+    model(tokens).square().mean().backward()
+    for weight, grad in zip(model.parameters(), plain):
+        torch.testing.assert_close(weight.grad, grad, rtol=1e-12, atol=1e-15)
+
+
+def test_rotary_turns_the_first_dimension_one_radian_a_position():
+    cos, sin = rotary(LlamaConfig(), torch.arange(4), torch.float64)          # each (1, 4, 1, 32)
+    torch.testing.assert_close(cos[0, :, 0, 0], torch.arange(4.0, dtype=torch.float64).cos())
+    torch.testing.assert_close(sin[0, :, 0, 16], torch.arange(4.0, dtype=torch.float64).sin())
+    torch.testing.assert_close(sin[..., :16], -sin[..., 16:])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_model_gives_the_same_logits(backend):
+    if backend == "inductor" and not (shutil.which("g++") or shutil.which("c++")):
+        pytest.skip("inductor needs a C++ compiler")
+    config = LlamaConfig(vocab_size=97, num_hidden_layers=1, rope_scaling=dict(rope_type="llama3", **LLAMA3_ROPE))
+    model, tokens, at = Llama(config).eval(), some_tokens(T=24), torch.tensor([3, 23])
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend=backend)   # one graph: nothing falls back to Python
+        # float32, with sums in another order
+        torch.testing.assert_close(compiled(tokens, at=at), model(tokens, at=at), rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()
+
+
+# --- the real model
+
+def test_greedy_text_of_the_real_smollm2_is_that_of_transformers():
+    folder = smollm2_or_skip()
+    hf = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = Llama.from_pretrained(folder)
+    assert ours.config.stop_ids == (2,) and ours.lm_head.weight.dtype == torch.float32
+    chat = lambda text: tokenizer.apply_chat_template([dict(role="user", content=text)], tokenize=False, add_generation_prompt=True)
+    for prompt in ("The three primary colours are", "def fibonacci(n):\n", chat("Why is the sky blue?")):
+        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+        with torch.no_grad():
+            text = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+            new = text[0, ids.shape[1]:]
+            # Token for token: by induction, if our argmax behind every prefix of their text is their next token.
+            at = torch.arange(ids.shape[1], text.shape[1]) - 1
+            assert len(new) >= 20 and ours(text, at=at)[0].argmax(-1).tolist() == new.tolist()
+
+
+# --- what save_pretrained writes
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama-llama3", "llama-tied", "qwen3-tied"])
+def test_transformers_loads_what_we_save(name, dtype, tmp_path):
+    reference(name).save_pretrained(tmp_path / "a")
+    ours, tokens = Llama.from_pretrained(tmp_path / "a", dtype=dtype, mask_id=5), some_tokens()
+    ours.save_pretrained(tmp_path / "b")
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    assert type(hf) is type(reference(name)) and hf.dtype == dtype and hf.config.eos_token_id == 2
+    assert hf.generation_config.eos_token_id == 2
+    again = Llama.from_pretrained(tmp_path / "b")
+    assert again.config == ours.config and again.config.mask_id == 5
+    for (key, weight), (_, saved) in zip(ours.state_dict().items(), again.state_dict().items(), strict=True):
+        assert torch.equal(weight, saved) and torch.equal(weight, hf.state_dict()[key])
+    with torch.no_grad():
+        assert torch.equal(again(tokens), ours(tokens))
+        hf, ours = hf.double(), ours.double()
+        assert distance(ours(tokens), hf(tokens).logits) < TOLERANCE
+
+
+def test_a_new_model_is_saved_and_found_again(tmp_path):
+    model = Llama(LlamaConfig(**PRESETS["tiny"][0]))
+    model.save_pretrained(tmp_path / "new")
+    again = Llama.from_pretrained(tmp_path / "new")
+    assert again.config == model.config and again.config.mask_id == 511 and again.config.stop_ids == (510,)
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new").config.mask_id == 511
+    assert LlamaConfig.from_pretrained(tmp_path / "new") == model.config
+
+
+def test_tokenizer_files_and_mask_id_travel_along(folder, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_text(f"this is {name}")
+    Llama.from_pretrained(folder, mask_id=7).save_pretrained(tmp_path / "b")
+    Llama.from_pretrained(tmp_path / "b").save_pretrained(tmp_path / "c")
+    assert json.loads((tmp_path / "c" / "config.json").read_text())["mask_id"] == 7
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "c" / name).read_text() == f"this is {name}"
+
+
+def test_all_stop_ids_of_the_generation_config_count(folder, tmp_path):
+    edit_json(folder / "generation_config.json", eos_token_id=[2, 9])
+    model = Llama.from_pretrained(folder)
+    assert model.config.stop_ids == (2, 9)
+    model.save_pretrained(tmp_path / "b")
+    assert read_config(tmp_path / "b").stop_ids == (2, 9)
+    assert LlamaConfig(eos_token_id=0).stop_ids == (0,) and LlamaConfig().stop_ids == ()
+
+
+@pytest.mark.parametrize("shards", ["1GB", "100KB"])
+def test_a_model_is_saved_over_the_folder_its_weights_are_mapped_from(shards, tmp_path):
+    reference().save_pretrained(tmp_path, max_shard_size=shards)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    model, tokens = Llama.from_pretrained(tmp_path, mask_id=3), some_tokens()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)   # a mapped weight is written to in memory only
+        before = model(tokens)
+        model.save_pretrained(tmp_path)
+        assert torch.equal(model(tokens), before)
+        assert torch.equal(Llama.from_pretrained(tmp_path)(tokens), before)
+        # float64 weights, float32 norms and angles in transformers
+        assert distance(before, transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits) < TOLERANCE
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_a_mapped_weight_is_never_written_to_its_file(folder):
+    before = (folder / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        for weight in Llama.from_pretrained(folder).parameters():
+            weight.zero_()
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_an_interrupted_write_leaves_the_old_file_whole(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text("old")
+
+    def full_disk(temporary):
+        temporary.write_text("ne")
+        raise OSError("no space left")
+
+    with pytest.raises(OSError):
+        write_whole(path, full_disk)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    with open(path) as reader:   # who has the old file open, or mapped, keeps it
+        write_whole(path, lambda temporary: temporary.write_text("new"))
+        assert reader.read() == "old" and path.read_text() == "new"
+
+
+KILLED = """
+import sys, torch
+from model import Llama, LlamaConfig
+config = LlamaConfig(vocab_size=2000, hidden_size=256, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=4)
+print("ready", flush=True)
+for step in range(1000):
+    model = Llama(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(step)
+    model.save_pretrained(sys.argv[1])
+    print(step, flush=True)
+"""
+
+
+def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path):
+    for delay in (0.02, 0.11):
+        with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+            assert [run.stdout.readline() for _ in range(2)] == ["ready\n", "0\n"]
+            threading.Event().wait(delay)
+            run.kill()
+        values = {w.unique().item() for w in Llama.from_pretrained(tmp_path).parameters()}   # each weight one value
+        assert len(values) == 1   # and all weights of one step
+
+
+# --- the published models
+
+@pytest.mark.parametrize("name, billions", [
+    ("llama3.1-8b", 8.03), ("llama3.1-70b", 70.6), ("llama3.2-1b", 1.24), ("llama3.2-3b", 3.21), ("qwen3-0.6b", 0.596),
+    ("qwen3-8b", 8.19), ("smollm2-135m", 0.1345), ("smollm2-360m", 0.3618), ("smollm2-1.7b", 1.71)])
+def test_presets_have_the_published_number_of_parameters(name, billions):
+    with torch.device("meta"):
+        total = sum(weight.numel() for weight in Llama(LlamaConfig.from_pretrained(name)).parameters())
+    published = f"{billions:g}"
+    assert f"{total / 1e9:.{len(published.split('.')[1])}f}".rstrip("0") == published
+
+
+# What the config.json files of these models say, copied out by hand:
+# hidden, intermediate, layers, heads, kv heads, head_dim, vocabulary, context, theta, rope factor, eps, tied
+PUBLISHED = {
+    "llama3.1-8b": (4096, 14336, 32, 32, 8, 128, 128256, 131072, 500000.0, 8.0, 1e-5, False),
+    "llama3.1-70b": (8192, 28672, 80, 64, 8, 128, 128256, 131072, 500000.0, 8.0, 1e-5, False),
+    "llama3.2-1b": (2048, 8192, 16, 32, 8, 64, 128256, 131072, 500000.0, 32.0, 1e-5, True),
+    "llama3.2-3b": (3072, 8192, 28, 24, 8, 128, 128256, 131072, 500000.0, 32.0, 1e-5, True),
+    "qwen3-0.6b": (1024, 3072, 28, 16, 8, 128, 151936, 40960, 1000000.0, None, 1e-6, True),
+    "qwen3-8b": (4096, 12288, 36, 32, 8, 128, 151936, 40960, 1000000.0, None, 1e-6, False),
+    "smollm2-135m": (576, 1536, 30, 9, 3, 64, 49152, 8192, 100000.0, None, 1e-5, True),
+    "smollm2-360m": (960, 2560, 32, 15, 5, 64, 49152, 8192, 100000.0, None, 1e-5, True),
+    "smollm2-1.7b": (2048, 8192, 24, 32, 32, 64, 49152, 8192, 130000.0, None, 1e-5, True),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_the_published_shape(name):
+    c = LlamaConfig.from_pretrained(name)
+    assert (c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads,
+            c.head_dim, c.vocab_size, c.max_position_embeddings, c.rope_theta,
+            c.rope_scaling and c.rope_scaling["factor"], c.rms_norm_eps, c.tie_word_embeddings) == PUBLISHED[name]
+    if c.rope_scaling:
+        assert c.rope_scaling | dict(factor=0) == dict(rope_type="llama3", factor=0, low_freq_factor=1.0,
+                                                       high_freq_factor=4.0, original_max_position_embeddings=8192)
+    assert (c.model_type == "qwen3") == name.startswith("qwen3")
+    if name.startswith("llama"):
+        assert (c.bos_token_id, c.stop_ids, c.mask_id) == (128000, (128001, 128008, 128009), 128002)
+    elif name.startswith("qwen3"):
+        assert c.stop_ids == (151645, 151643) and 151669 <= c.mask_id < 151936
+    else:
+        assert (c.bos_token_id, c.stop_ids, c.mask_id) == (1, (2,), 4)
+
+
+def test_the_papers_ablation_model_is_a_shape_without_weights():
+    c = LlamaConfig.from_pretrained("sbd-3b")
+    assert (c.num_hidden_layers, c.hidden_size) == (28, 3072)
+    refusal(lambda: Llama.from_pretrained("sbd-3b"), "sbd-3b", "no published weights")
+
+
+def test_the_preset_of_smollm2_is_the_real_one():
+    real, preset = read_config(smollm2_or_skip()), LlamaConfig.from_pretrained("smollm2-135m")
+    assert real == dataclasses.replace(preset, mask_id=None)
+
+
+# --- memory
+
+MEASURE = """
+import sys, threading, torch
+from model import Llama
+def anonymous():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+dtype = getattr(torch, sys.argv[2])
+torch.zeros(1000, 1000).bfloat16().float().sum()   # the libraries' own first use is not the model's
+Llama.from_pretrained(sys.argv[3], dtype=dtype)
+base = peak = anonymous()
+done = threading.Event()
+def sample():
+    global peak
+    while not done.wait(0.001):
+        peak = max(peak, anonymous())
+thread = threading.Thread(target=sample)
+thread.start()
+model = Llama.from_pretrained(sys.argv[1], dtype=dtype)
+model(torch.arange(8)[None])
+done.set()
+thread.join()
+print(max(peak, anonymous()) - base, sum(w.numel() * w.element_size() for w in model.parameters()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="RssAnon is Linux's")
+def test_weights_are_never_held_twice(folder, tmp_path):
+    shape = dict(vocab_size=16000, hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=4)
+    with torch.device("meta"):
+        config = LlamaConfig(num_hidden_layers=4, **shape)
+        big = Llama(config)
+    big = big.to_empty(device="cpu")
+    with torch.no_grad():
+        for weight in big.parameters():
+            weight.fill_(0.01)
+    big.save_pretrained(tmp_path / "big")
+    assert (tmp_path / "big" / "model.safetensors").stat().st_size > 300e6
+    for dtype in ("float32", "bfloat16", "float64"):
+        out = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path / "big"), dtype, str(folder)], cwd=ROOT,
+                             capture_output=True, text=True, check=True).stdout
+        used, weights = map(int, out.split())
+        assert used <= 1.15 * weights, f"{dtype}: {used / 1e6:.0f} MB for {weights / 1e6:.0f} MB of weights"
+    shutil.rmtree(tmp_path / "big")
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_read(folder, monkeypatch):
+    size = sum(w.numel() for w in Llama.from_pretrained(folder).parameters())
+    monkeypatch.setattr(model_file, "safe_open", HeadersOnly)
+    monkeypatch.setattr(model_file, "free_memory", lambda device: size * 4 - 1)
+    refusal(lambda: Llama.from_pretrained(folder), str(folder), "GiB", "float32", "cpu", "smaller model or dtype")
+    refusal(lambda: Llama.from_pretrained(folder, dtype=torch.float64), "float64")
+    with pytest.raises(AssertionError):   # in half the bytes it fits, and is read
+        Llama.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+class HeadersOnly:
+    def __init__(self, *args, **kwargs):
+        from safetensors import safe_open
+        self.file = safe_open(*args, **kwargs)
+
+    def keys(self):
+        return self.file.keys()
+
+    def get_slice(self, name):
+        return self.file.get_slice(name)
+
+    def get_tensor(self, name):
+        raise AssertionError(f"{name} was read")
+
+
+def test_free_memory_is_a_number_of_bytes():
+    assert 1e7 < model_file.free_memory("cpu")
+
+
+# --- bad input: each is one clear line
+
+def test_an_unknown_name_is_refused():
+    refusal(lambda: Llama.from_pretrained("llama9-8b"), "'llama9-8b'", "llama3.1-8b", "owner/name")
+    refusal(lambda: LlamaConfig.from_pretrained("llama9-8b"), "'llama9-8b'", "llama3.1-8b")
+    refusal(lambda: Llama.from_pretrained("./nowhere/at-all"), "./nowhere/at-all", "no folder")
+    refusal(lambda: Llama.from_pretrained("../nowhere"), "../nowhere", "no folder")
+    refusal(lambda: Llama.from_pretrained("/nowhere/at-all"), "/nowhere/at-all", "no folder")
+    refusal(lambda: Llama.from_pretrained(""), "no folder")
+
+
+def test_a_folder_without_config_or_weights_is_refused(folder, tmp_path):
+    refusal(lambda: Llama.from_pretrained(tmp_path), str(tmp_path), "config.json")
+    (folder / "model.safetensors").unlink()
+    refusal(lambda: Llama.from_pretrained(folder), str(folder), "model.safetensors", "only safetensors")
+
+
+@pytest.mark.parametrize("text, word", [("{", "not readable JSON"), ("", "not readable JSON"), ("[1]", "list"),
+                                        ("\xff", "not readable JSON"), ("{}", "model_type")])
+def test_a_config_that_is_not_a_json_object_is_refused(folder, text, word):
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    refusal(lambda: Llama.from_pretrained(folder), "config.json", word)
+
+
+@pytest.mark.parametrize("changes, word", [
+    (dict(model_type="mistral", sliding_window=4096), "mistral"),
+    (dict(model_type="gpt2"), "gpt2"),
+    (dict(model_type="qwen3", use_sliding_window=True, sliding_window=4096), "sliding window"),
+    (dict(layer_types=["full_attention", "sliding_attention", "full_attention"]), "sliding window"),
+    (dict(attention_bias=True), "bias"),
+    (dict(mlp_bias=True), "bias"),
+    (dict(hidden_act="gelu"), "gelu"),
+    (dict(rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4)), "yarn"),
+    (dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0)), "linear"),
+    (dict(rope_parameters=None, rope_scaling=dict(type="dynamic", factor=2.0)), "dynamic"),
+    (dict(rope_parameters=None, rope_scaling=dict(rope_type="llama3", factor=8.0)), "low_freq_factor"),
+    (dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)), "partial"),
+    (dict(rope_parameters="linear"), "rope"),
+    (dict(quantization_config=dict(quant_method="fp8")), "quantized"),
+    (dict(hidden_size=None), "hidden_size"),
+    (dict(vocab_size="97"), "vocab_size"),
+    (dict(num_hidden_layers=0), "at least 1"),
+    (dict(num_key_value_heads=4), "num_key_value_heads"),
+    (dict(head_dim=9), "head_dim"),
+    (dict(eos_token_id="</s>"), "eos_token_id"),
+    (dict(mask_id=97), "mask_id 97"),
+    (dict(mask_id=-1), "mask_id -1"),
+])
+def test_an_architecture_that_is_not_built_is_refused(folder, changes, word):
+    (folder / "generation_config.json").unlink()
+    edit_json(folder / "config.json", **changes)
+    refusal(lambda: Llama.from_pretrained(folder), "config.json", word)
+
+
+def test_full_attention_with_an_unused_window_is_accepted(folder):
+    edit_json(folder / "config.json", use_sliding_window=False, sliding_window=4096, layer_types=["full_attention"] * 3)
+    Llama.from_pretrained(folder)
+
+
+def test_a_mask_id_outside_the_vocabulary_is_refused(folder):
+    refusal(lambda: Llama.from_pretrained(folder, mask_id=97), "mask_id 97", "0 to 96")
+    assert Llama.from_pretrained(folder, mask_id=0).config.mask_id == 0
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut short", "zeros", "text"])
+def test_a_damaged_shard_is_named(folder, damage):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes({"empty": b"", "cut short": whole[:-100], "zeros": bytes(len(whole)), "text": b"<html>not found</html>"}[damage])
+    refusal(lambda: Llama.from_pretrained(folder), str(path), "corrupt or cut short", "download it again")
+
+
+def test_a_missing_shard_and_an_index_without_weight_map_are_named(tmp_path):
+    reference(dtype=torch.float32).save_pretrained(tmp_path, max_shard_size="50KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    refusal(lambda: Llama.from_pretrained(tmp_path), str(tmp_path), shard.name, "download it again")
+    index = tmp_path / "model.safetensors.index.json"
+    for text, word in (('{"metadata": {}}', "weight_map"), ('{"weight_map": []}', "weight_map"), ("nonsense", "JSON")):
+        index.write_text(text)
+        refusal(lambda: Llama.from_pretrained(tmp_path), index.name, word)
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), ("lacks", "model.layers.1.mlp.up_proj.weight")),
+    (lambda w: w.update({"model.layers.3.mlp.up_proj.weight": torch.zeros(80, 48)}), ("unexpected", "model.layers.3.mlp.up_proj.weight")),
+    (lambda w: w.update({"model.layers.1.self_attn.q_proj.bias": torch.zeros(48)}), ("unexpected", "q_proj.bias")),
+    (lambda w: w.update({"model.norm.weight": torch.zeros(47)}), ("model.norm.weight", "(47,)", "(48,)")),
+    (lambda w: w.update({"model.norm.weight": torch.zeros(48, dtype=torch.int8)}), ("model.norm.weight", "I8", "BF16")),
+])
+def test_weights_that_do_not_fit_the_config_are_named(folder, change, words):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    refusal(lambda: Llama.from_pretrained(folder), str(folder), *words)
+
+
+def test_a_tied_head_that_is_stored_all_the_same_is_ignored(folder):
+    edit_json(folder / "config.json", tie_word_embeddings=True)
+    model = Llama.from_pretrained(folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_gated_model_says_so(monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    def raising(kind):
+        def download(*args, **kwargs):
+            raise kind.__new__(kind, "a long\nstory of\nmany lines")   # made without the HTTP answer that it wants
+        return download
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", raising(GatedRepoError))
+    refusal(lambda: Llama.from_pretrained("llama3.1-8b"), "meta-llama/Llama-3.1-8B-Instruct", "gated", "HF_TOKEN")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", raising(RepositoryNotFoundError))
+    refusal(lambda: Llama.from_pretrained("no-one/nothing"), "no-one/nothing", "not on the hub")
+
+
+def test_offline_a_model_that_is_not_cached_is_refused(tmp_path):
+    code = "from model import Llama; Llama.from_pretrained('smollm2-135m')"
+    env = dict(os.environ, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    last = run.stderr.strip().splitlines()[-1]
+    assert run.returncode == 1 and last.startswith("ValueError: HuggingFaceTB/SmolLM2-135M-Instruct") and "HF_HUB_OFFLINE" in last
+
+
+def test_a_cached_model_loads_offline_with_its_presets_mask_id(folder, monkeypatch):
+    import huggingface_hub
+    seen = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **kwargs: seen.append(name) or str(folder))
+    edit_json(folder / "config.json", vocab_size=97)
+    assert Llama.from_pretrained("smollm2-135m").config.mask_id == 4
+    assert Llama.from_pretrained("HuggingFaceTB/SmolLM2-360M-Instruct").config.mask_id == 4
+    assert Llama.from_pretrained("some-one/else").config.mask_id is None
+    edit_json(folder / "config.json", mask_id=9)
+    assert Llama.from_pretrained("smollm2-135m").config.mask_id == 9   # what the checkpoint stores wins
+    assert seen[0] == "HuggingFaceTB/SmolLM2-135M-Instruct" and find_folder(folder) == folder

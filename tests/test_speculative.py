@@ -1,0 +1,42 @@
+"""Both peers give the text of next-token decoding, whatever is proposed."""
+import pytest
+import torch
+
+from generate import generate
+from model import Llama, LlamaConfig
+from speculative import draft_model, prompt_lookup, speculate
+
+
+def random_model(seed, layers=2):
+    torch.manual_seed(seed)
+    model = Llama(LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2,
+                              num_key_value_heads=1, max_position_embeddings=120, mask_id=19)).double()
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            weight.data *= 8   # peaked predictions
+    return model
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_speculative_text_is_that_of_ntp_decoding(seed):
+    model, small = random_model(seed), random_model(seed + 100, layers=1)
+    prompt = torch.randint(19, (1 + seed,), generator=torch.Generator().manual_seed(seed)).tolist()
+    options = dict(max_new_tokens=30 + seed, stop_ids=(3,) if seed % 2 else ())
+    [ntp] = generate(model, [prompt], mode="ntp", **options)
+    for propose in (draft_model(small, 4), draft_model(model, 4), prompt_lookup(5), lambda text: [], lambda text: [1] * 50):
+        row = speculate(model, prompt, propose, **options)
+        assert (row.tokens, row.stopped) == (ntp.tokens, ntp.stopped)
+        assert row.nfe <= ntp.nfe
+
+
+def test_a_perfect_draft_is_always_kept():
+    model = random_model(0)
+    row = speculate(model, [1, 2], draft_model(model, 4), max_new_tokens=25)
+    assert row.nfe == 5   # every forward outputs `next` and 4 drafted tokens
+
+
+def test_prompt_lookup_finds_the_latest_place_of_the_longest_ngram():
+    propose = prompt_lookup(2, ngram=2)
+    assert propose([5, 6, 7, 8, 5, 6, 9, 1, 5, 6]) == [9, 1]
+    assert propose([6, 7, 8, 9, 4, 6]) == [7, 8]
+    assert propose([1, 2, 3]) == []

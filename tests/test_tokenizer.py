@@ -1,0 +1,445 @@
+"""tokenizer.py against `tokenizers`, `transformers` and Meta's own tokenizer.model, on any text we can think of."""
+
+import functools
+import importlib.util
+import json
+import random
+import re
+import sysconfig
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+from tokenizer import LLAMA3, Tokenizer, TokenizerError  # noqa: E402
+
+tokenizers = pytest.importorskip("tokenizers")
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
+
+QWEN2 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+         r"|\s+(?!\S)|\s+")
+LLAMA3_CHAT = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}"
+    "{% if m['content'] is string %}{{ m['content'] | trim }}{% else %}{% for p in m['content'] %}{{ p['text'] }}"
+    "{% endfor %}{% endif %}{{ '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}")
+# As Qwen-3's: thoughts stay in the last reply only, and tool output is recognised by its text.
+QWEN3_CHAT = """
+{%- for m in messages %}
+    {%- set content = m.content %}
+    {%- if m.role == 'assistant' %}
+        {%- set thought = '' %}
+        {%- if '</think>' in content %}
+            {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.last %}{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}
+        {%- generation %}{{- content + '<|im_end|>' }}{% endgeneration %}
+        {{- '\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}
+"""
+POOL = [" ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u2028", "\u0085", "\x00", "\x01", "\x04", "\x7f",
+        "'s", "'S", "'LL", "'Ve", "'re", "'ſ", "n't", "1", "23", "2024", "٣", "Ⅷ", "½", "²", "五", "१२", "𝟘", "a", "The",
+        " the", "Bé", "e\u0301", "\u0301", "\u0338", "Å", "ﬁ", "한글", "ᄒ\u1161ᆫ", "नमस्ते", "中文", "ǅ", "ß", "👩\u200d👩", "🇩🇪",
+        "\u200b", "\ufeff", "\ufffd", "\ue000", "\U00100000", "\U00040000", "_", "-", "--", "==", "()", "{}", "/", ".", "...",
+        "<|eot_id|>", "<|im_end|>", "<|mask|>", "<think>", "</think>", "<|endoftext|>", "<reponame>", "<", "|>", "x" * 60]
+
+
+def texts(count, seed=0):
+    """Random strings: pieces that tokenizers trip over, and single characters of every plane and script."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        parts = []
+        for _ in range(rng.randint(1, 20)):
+            c = chr(rng.choice([rng.randrange(0x300), rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)]))
+            # Unassigned characters may be letters in a newer Unicode; marks newer than Unicode 9 reorder differently
+            # in the two NFCs. Neither is in any text a model has seen.
+            odd = unicodedata.category(c) == "Cn" or unicodedata.combining(c)
+            parts.append(rng.choice(POOL) if odd or rng.random() < 0.7 else c)
+        yield "".join(parts)
+
+
+def stdlib(characters=1_000_000):
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return "".join(path.read_text(encoding="utf-8", errors="replace") for path in files)[:characters]
+
+
+@functools.cache
+def load(folder):
+    return Tokenizer.from_pretrained(folder)
+
+
+@functools.cache
+def transformers_tokenizer(folder):
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+
+
+def assert_same_ids(ours, truth, count=3000):
+    truth.encode_special_tokens = True  # special tokens' names are ordinary text, as in our encode
+    for text in [*texts(count), "", " ", stdlib(), " " * 1000 + "x", "\n" * 999, "é" * 500, "123456789" * 30]:
+        expected = truth.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text) == expected, repr(text[:300])
+
+
+def write_config(folder, **config):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | config))
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    smollm2 = pytest.importorskip("smollm2")
+    folder = tmp_path_factory.mktemp("smollm2")
+    try:
+        smollm2.smollm2_tokenizer_json(folder)
+    except smollm2.Missing as reason:
+        pytest.skip(str(reason))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def meta(tmp_path_factory):
+    """Meta's folder: tokenizer.model alone."""
+    spec = importlib.util.find_spec("llama_models")
+    if not spec:
+        pytest.skip("Llama 3's tokenizer.model is not here: pip install --no-deps llama-models==0.3.0")
+    folder = tmp_path_factory.mktemp("meta")
+    source = Path(spec.submodule_search_locations[0]) / "llama3" / "tokenizer.model"
+    (folder / "tokenizer.model").write_bytes(source.read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama3(meta, tmp_path_factory):
+    """The same vocabulary as transformers converts it: 280,147 merges, ignore_merges, BOS by post_processor."""
+    convert = pytest.importorskip("transformers.convert_slow_tokenizer")
+    hf = convert.TikTokenConverter(str(meta / "tokenizer.model")).converted()
+    ours = load(meta)
+    hf.add_special_tokens([AddedToken(t, normalized=False) for t in sorted(ours.special_ids, key=ours.special_ids.get)])
+    hf.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 128000)])])
+    folder = tmp_path_factory.mktemp("llama3")
+    hf.save(str(folder / "tokenizer.json"))
+    write_config(folder, bos_token="<|begin_of_text|>", chat_template=LLAMA3_CHAT,
+                 eos_token={"__type": "AddedToken", "content": "<|eot_id|>"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    """A small tokenizer of Qwen-3's kind, trained here: NFC, Split then ByteLevel, added words that are not special."""
+    hf = tokenizers.Tokenizer(models.BPE())
+    hf.normalizer = normalizers.NFC()
+    hf.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(QWEN2), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    hf.decoder = decoders.ByteLevel()
+    hf.train_from_iterator([stdlib(500_000)], trainers.BpeTrainer(
+        vocab_size=2000, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    hf.add_special_tokens([AddedToken(t, normalized=False) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+    hf.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>")])
+    folder = tmp_path_factory.mktemp("qwen3")
+    hf.save(str(folder / "tokenizer.json"))
+    write_config(folder, eos_token="<|im_end|>", add_bos_token=False)
+    (folder / "chat_template.jinja").write_text(QWEN3_CHAT)
+    return folder
+
+
+# ----------------------------------------------------------------------------- ids
+
+@pytest.mark.parametrize("name", ["smollm2", "llama3", "qwen3"])
+def test_ids_are_those_of_tokenizers(name, request):
+    folder = request.getfixturevalue(name)
+    truth = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ours = load(folder)
+    assert ours.vocab_size == truth.get_vocab_size()
+    assert_same_ids(ours, truth)
+
+
+def test_meta_rank_file_gives_the_ids_of_metas_own_tokenizer(meta, llama3):
+    ours, converted = load(meta), load(llama3)
+    reference = pytest.importorskip("llama_models.llama3.tokenizer").Tokenizer(meta / "tokenizer.model")
+    for text in [*texts(3000, seed=1), stdlib(300_000)]:
+        assert ours.encode(text) == converted.encode(text) == reference.encode(text, bos=False, eos=False)
+    for token in ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>",
+                  "<|eot_id|>", "<|python_tag|>", "<|finetune_right_pad_id|>", "<|reserved_special_token_0|>"):
+        assert ours.special_ids[token] == reference.special_tokens[token]
+    assert (len(ours.special_ids), ours.vocab_size) == (256, 128256)
+    assert (ours.bos_id, ours.eos_id, ours.special_ids["<|reserved_special_token_247|>"]) == (128000, 128001, 128255)
+
+
+def test_random_merges_in_any_order_give_the_ids_of_tokenizers(tmp_path):
+    """Merges out of order, made twice, unreachable tokens, ids in any order, a byte (the blank) that is missing."""
+    refused = compared = 0
+    for seed in range(400):
+        rng = random.Random(seed)
+        tokens, merges = ["a", "b", "c"], []
+        for _ in range(rng.randint(1, 25)):
+            pair = rng.choice(tokens), rng.choice(tokens)
+            if len(pair[0] + pair[1]) <= 8 and pair not in merges:
+                merges.append(pair)
+                tokens += [pair[0] + pair[1]] * (pair[0] + pair[1] not in tokens)
+        if seed % 2:
+            rng.shuffle(merges)
+        tokens += {"".join(rng.choices("abc", k=rng.randint(2, 5))) for _ in range(rng.randint(0, 2))} - set(tokens)
+        ids = rng.sample(range(len(tokens)), len(tokens))
+        truth = tokenizers.Tokenizer(models.BPE(vocab=dict(zip(tokens, ids)), merges=merges, ignore_merges=seed % 3 == 0))
+        truth.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(rng.choice([" ", "b"]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        truth.save(str(tmp_path / "tokenizer.json"))
+        try:
+            ours = Tokenizer.from_pretrained(tmp_path)
+        except TokenizerError as error:  # the one case tiktoken cannot express
+            refused += 1
+            assert seed % 3 == 0 and "no merge makes" in str(error)
+            continue
+        for _ in range(30):
+            text = "".join(rng.choices("abc ", k=rng.randint(1, 25)))
+            assert ours.encode(text) == truth.encode(text).ids, (seed, text)
+            compared += 1
+    assert compared > 7000 and refused < 134
+
+
+@pytest.mark.parametrize("steps", [
+    [("Digits", True), ("ByteLevel", True)], [("Digits", False), ("ByteLevel", True)], [("ByteLevel", True)],
+    [("ByteLevel", False)], [("Split", r"\p{N}{1,3}"), ("Split", LLAMA3), ("ByteLevel", False)],
+    [("Split", "-"), ("ByteLevel", True)], [("Split", r"\p{Lu}\p{Ll}+"), ("ByteLevel", False)]], ids=str)
+def test_pre_tokenizers_split_as_tokenizers_does(steps, qwen3, tmp_path):
+    truth = tokenizers.Tokenizer.from_file(str(qwen3 / "tokenizer.json"))
+    make = {"Digits": lambda x: pre_tokenizers.Digits(individual_digits=x),
+            "ByteLevel": lambda x: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=x),
+            "Split": lambda x: pre_tokenizers.Split(x if len(x) == 1 else Regex(x), "isolated")}
+    truth.pre_tokenizer = pre_tokenizers.Sequence([make[kind](x) for kind, x in steps])
+    truth.save(str(tmp_path / "tokenizer.json"))
+    truth.encode_special_tokens = True
+    ours = Tokenizer.from_pretrained(tmp_path)
+    for text in texts(1500, seed=2):
+        assert ours.encode(text) == truth.encode(text).ids, repr(text)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "meta", "llama3", "qwen3"])
+def test_decode_undoes_encode_and_no_text_gives_a_special_id(name, request):
+    ours = load(request.getfixturevalue(name))
+    special = set(ours.special_ids.values())
+    for text in [*texts(1500, seed=3), *ours.special_ids, "".join(ours.special_ids)]:
+        ids = ours.encode(text)
+        text = text.encode().translate(None, ours.missing)  # SmolLM2 has no token for 21 bytes, as tested above
+        if ours.nfc:  # added words are cut out first, as in `tokenizers`: a mark behind <think> stays a mark
+            parts = re.split("(</?think>)", text.decode())
+            text = "".join(unicodedata.normalize("NFC", part) for part in parts).encode()
+        assert not special & set(ids)
+        assert ours.decode_bytes(ids) == text
+        assert ours.decode(ids) == text.decode("utf-8", "replace")
+
+
+def test_a_million_blanks_are_encoded(llama3):
+    text = " " * 1_200_000 + "x"
+    ours = load(llama3)
+    ids = ours.encode(text)
+    assert ours.decode(ids) == text
+    text = text[-150_000:]  # tokenizers itself overflows on the long one
+    assert ours.encode(text) == tokenizers.Tokenizer.from_file(str(llama3 / "tokenizer.json")).encode(
+        text, add_special_tokens=False).ids
+
+
+def test_lone_surrogates_become_replacement_characters(qwen3):
+    ours = load(qwen3)
+    assert ours.decode(ours.encode("a\ud800b \ud83d\ude00")) == "a\ufffdb 😀"
+
+
+def test_ids_without_a_token_decode_to_nothing(qwen3):
+    ours = load(qwen3)
+    a, b = ours.encode("def"), ours.encode(" main")
+    assert ours.decode([-1, *a, ours.vocab_size, 151935, *b]) == "def main"
+
+
+def test_bytes_of_one_character_stream(qwen3):
+    ours = load(qwen3)
+    ids = ours.encode("🇩🇪")
+    assert len(ids) > 2 and b"".join(ours.decode_bytes([id]) for id in ids).decode() == "🇩🇪"
+
+
+def test_batch_equals_one_by_one(qwen3):
+    ours, batch = load(qwen3), list(texts(200))
+    assert ours.encode_batch(batch) == [ours.encode(text) for text in batch]
+
+
+@pytest.mark.parametrize("name, bos, eos", [("llama3", 128000, 128009), ("smollm2", None, 2), ("qwen3", None, 2002)])
+def test_bos_is_what_the_checkpoints_tokenizer_prepends(name, bos, eos, request):
+    folder = request.getfixturevalue(name)
+    hf = transformers_tokenizer(folder)
+    ours = load(folder)
+    assert (ours.bos_id, ours.eos_id) == (bos, eos) == (bos, hf.eos_token_id)
+    assert hf("def main").input_ids == [bos] * (bos is not None) + ours.encode("def main")
+
+
+def test_hash_sees_the_vocabulary_and_not_the_layout_of_the_file(qwen3, tmp_path):
+    def hash_of(change):
+        content = json.loads((qwen3 / "tokenizer.json").read_text())
+        change(content)
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content, indent=7))
+        return Tokenizer.from_pretrained(tmp_path).hash
+
+    def relayout(content):
+        content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+        content["model"]["vocab"] = dict(reversed(content["model"]["vocab"].items()))
+
+    same = load(qwen3).hash
+    assert len(same) == 64 and hash_of(relayout) == same
+    others = [hash_of(lambda c: c["added_tokens"][0].update(content="<|other|>")),
+              hash_of(lambda c: c.update(normalizer=None)),
+              hash_of(lambda c: c["added_tokens"][3].update(special=True)),
+              hash_of(lambda c: c["model"]["merges"].insert(0, c["model"]["merges"].pop(5))),
+              hash_of(lambda c: c["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=LLAMA3))]
+    assert len({same, *others}) == 6
+
+
+# ----------------------------------------------------------------------------- chat
+
+def chat(*contents):
+    roles = ["system", "user", "assistant", "user", "assistant"]
+    return [{"role": role, "content": content} for role, content in zip(roles, contents)]
+
+
+@pytest.mark.parametrize("name", ["smollm2", "llama3", "qwen3"])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_chat_gives_the_ids_of_transformers(name, prompt, request):
+    folder = request.getfixturevalue(name)
+    hf = transformers_tokenizer(folder)
+    ours = load(folder)
+    for messages in [chat("Be brief.", " What is 2+2?\n"), chat("", "a", "<think>\nhm\n</think>\n\nb", "c"),
+                     chat("x", "中文 é", "'S 12345\n\n\nend"), chat("s", "{{ 7 }} {% if %}\\n", "ok", "", "bye ")]:
+        expected = hf.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
+        expected = hf(expected, add_special_tokens=False).input_ids
+        assert ours.apply_chat_template(messages, add_generation_prompt=prompt) == expected
+        assert expected.count(ours.bos_id) <= 1 or name == "smollm2"
+
+
+@pytest.mark.parametrize("name, stop", [("smollm2", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("qwen3", "<|im_end|>")])
+def test_messages_cannot_write_special_tokens(name, stop, request):
+    ours = load(request.getfixturevalue(name))
+    special = set(ours.special_ids.values())
+    harmless = [id for id in ours.apply_chat_template(chat("s", "hi", "b")) if id in special]
+    attacks = [f"a{stop}b", stop, f" {stop}\n", stop[:-1], "<", f"{stop[:4]} ", stop + chr(0x100000), *ours.special_ids]
+    for attack in [*attacks[:7], *random.Random(0).sample(attacks, 5)]:
+        ids = ours.apply_chat_template(chat("s", attack, "b"))
+        assert [id for id in ids if id in special] == harmless
+        assert attack.strip() in ours.decode(ids)
+    ids = ours.apply_chat_template(chat("s", f"\U00100000\U00100001{stop}\U0010fffd", "b"))
+    assert f"\U00100000\U00100001{stop}\U0010fffd" in ours.decode(ids)
+    content = ours.encode(f"x {stop} y")  # the very ids of plain text
+    ids = ours.apply_chat_template(chat("s", f"x {stop} y"))
+    assert content in [ids[i:i + len(content)] for i in range(len(ids))]
+
+
+def test_parts_of_a_message_cannot_join_to_a_special_token(llama3):
+    ours = load(llama3)
+    for cut in range(1, 9):
+        parts = [{"type": "text", "text": "<|eot_id|>"[:cut]}, {"type": "text", "text": "<|eot_id|>"[cut:]}]
+        ids = ours.apply_chat_template([{"role": "user", "content": parts}])
+        assert ids.count(ours.special_ids["<|eot_id|>"]) == 1 and "<|eot_id|><|eot_id|>" in ours.decode(ids)
+
+
+@pytest.mark.parametrize("name, stop", [("smollm2", "<|im_end|>"), ("llama3", "<|eot_id|>")])
+def test_replies_are_marked_up_to_their_stop_token(name, stop, request):
+    ours = load(request.getfixturevalue(name))
+    messages = chat("s", "q1", "first reply", "q2", "second")
+    ids, is_reply = ours.encode_chat(messages)
+    assert ids == ours.apply_chat_template(messages, add_generation_prompt=False)
+    assert ours.decode([id for id, reply in zip(ids, is_reply) if reply]) == f"first reply{stop}second{stop}"
+    assert ids[:is_reply.index(True)] == ours.apply_chat_template(messages[:2])
+    ids, is_reply = ours.encode_chat(messages, last_only=True)
+    assert ours.decode([id for id, reply in zip(ids, is_reply) if reply]) == f"second{stop}"
+
+
+def test_a_template_that_rewrites_replies_is_encoded_one_reply_at_a_time(qwen3):
+    ours = load(qwen3)
+    messages = chat("s", "q1", "<think>\nhm\n</think>\n\nfirst", "q2", "second")
+    with pytest.raises(TokenizerError, match="last_only"):
+        ours.encode_chat(messages)
+    ids, is_reply = ours.encode_chat(messages[:3], last_only=True)
+    reply = [id for id, reply in zip(ids, is_reply) if reply]
+    assert ours.decode(reply) == "<think>\nhm\n</think>\n\nfirst<|im_end|>" and ours.added["<think>"][0] in reply
+    ids = ours.apply_chat_template(messages[:2], enable_thinking=False)
+    assert ours.decode(ids).endswith("assistant\n<think>\n\n</think>\n\n")
+
+
+def test_named_templates_and_the_templates_own_complaints(qwen3, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((qwen3 / "tokenizer.json").read_bytes())
+    write_config(tmp_path, chat_template=[{"name": "tool_use", "template": "t"}, {"name": "default", "template": (
+        "{% if messages|length > 1 %}{{ raise_exception('one message only') }}{% endif %}"
+        "{{ messages[0] | tojson }}{{ strftime_now('%%') }}")}])
+    ours = Tokenizer.from_pretrained(tmp_path)
+    assert ours.decode(ours.apply_chat_template(chat("<é>"))) == '{"role": "system", "content": "<é>"}%'
+    with pytest.raises(TokenizerError, match="one message only"):
+        ours.apply_chat_template(chat("a", "b"))
+    write_config(tmp_path)
+    with pytest.raises(TokenizerError, match="no chat template"):
+        Tokenizer.from_pretrained(tmp_path).apply_chat_template(chat("a"))
+
+
+# ----------------------------------------------------------------------------- files
+
+def test_a_saved_tokenizer_loads_here_and_in_transformers(qwen3, tmp_path):
+    ours = Tokenizer.from_pretrained(str(qwen3))
+    ours.save(tmp_path / "new" / "folder")
+    again = Tokenizer.from_pretrained(tmp_path / "new" / "folder")
+    again.save(tmp_path / "new" / "folder")  # onto itself: nothing to do
+    assert again.hash == ours.hash
+    hf = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path / "new" / "folder")
+    assert hf("def main").input_ids == ours.encode("def main") and hf.chat_template == QWEN3_CHAT
+
+
+@pytest.mark.parametrize("content, words", [
+    ({"model": {"type": "Unigram", "vocab": []}}, "Unigram"),
+    ({"model": {"type": "WordPiece", "vocab": {}}}, "WordPiece"),
+    ({"model": {"type": "BPE", "byte_fallback": True, "vocab": {}, "merges": []}}, "SentencePiece"),
+    ({"model": {"type": "BPE", "vocab": {}, "merges": []}, "pre_tokenizer": {"type": "Metaspace"}}, "Metaspace"),
+    ({"model": {"type": "BPE", "vocab": {}, "merges": []}, "pre_tokenizer": None}, "pre-tokenizer"),
+    ({"model": {"type": "BPE", "vocab": {}, "merges": []}, "normalizer": {"type": "Lowercase"}}, "Lowercase"),
+    ({"version": "1.0"}, "damaged"), ([], "JSON object"), ("{", "not JSON")], ids=str)
+def test_other_tokenizers_are_refused_in_one_line(content, words, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ValueError, match=words) as refusal:
+        Tokenizer.from_pretrained(tmp_path)
+    assert "\n" not in str(refusal.value) and str(tmp_path) in str(refusal.value)
+
+
+def test_missing_and_foreign_files_are_refused_in_one_line(tmp_path):
+    with pytest.raises(TokenizerError, match="neither"):
+        Tokenizer.from_pretrained(tmp_path)
+    with pytest.raises(TokenizerError, match="no folder"):
+        Tokenizer.from_pretrained(tmp_path / "absent")
+    for content in (b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02", b"IQ== 0\nIg== 1\n"):  # SentencePiece; too short
+        (tmp_path / "tokenizer.model").write_bytes(content)
+        with pytest.raises(TokenizerError, match="tokenizer.model"):
+            Tokenizer.from_pretrained(tmp_path)
+
+
+def test_a_hub_id_that_cannot_be_fetched_is_refused_in_one_line(monkeypatch, tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(TokenizerError, match="cannot fetch owner/absent from the hub") as refusal:
+        Tokenizer.from_pretrained("owner/absent")
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_hub_id_is_read_from_the_cache_when_offline(qwen3, monkeypatch, tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+    snapshot = tmp_path / "models--owner--small" / "snapshots" / ("0" * 40)
+    load(qwen3).save(snapshot)
+    (tmp_path / "models--owner--small" / "refs").mkdir()
+    (tmp_path / "models--owner--small" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert Tokenizer.from_pretrained("owner/small").hash == load(qwen3).hash
