@@ -34,6 +34,7 @@ RECIPES = {   # method section 3: 2M tokens a step, 34k steps, 32k context
     "paper-8b": dict(lr=3e-4, warmup_steps=200, max_steps=34_000, seq_len=32_768, batch_size=1, grad_accum=64,
                      dtype="bfloat16", grad_checkpoint=True),
 }
+CHECKPOINTS = "step-" + "[0-9]" * 8
 # What a (seed, step) means, and what the weights are: a resumed run cannot change these.
 FIXED = ("recipe", "init_from", "dataset", "objective", "mask_id", "seed", "seq_len", "batch_size", "grad_accum",
          "block_size_min", "block_size_max", "full_mask_prob")
@@ -104,25 +105,26 @@ def parse(argv=None):
 
 def newest(out_dir: Path):
     """The newest whole checkpoint folder of a run, or None."""
-    return max(out_dir.glob("step-" + "[0-9]" * 8), default=None)
+    return max(out_dir.glob(CHECKPOINTS), default=None)
 
 
 def check(args):
     """Refuse everything that can be refused, before weights are loaded or files touched.
 
-    Returns the training set, the validation set or None, the model's config and its tokenizer.
+    Returns the training set, the validation set or None, what to load the weights from or None (random ones), the
+    model's config and its tokenizer.
     """
-    at_least = dict.fromkeys(("batch_size", "grad_accum", "max_steps", "log_interval", "eval_interval", "block_size_min"), 1)
-    at_least |= dict.fromkeys(("lr", "min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip", "eval_rows",
-                               "sample_problems", "ntp_weight", "matp_weight", "full_mask_prob", "seed"), 0)
-    at_most = dict(full_mask_prob=1, sample_problems=2000, min_lr=args.lr)
-    for name, low in at_least.items():
-        value, high = getattr(args, name), at_most.get(name, math.inf)
-        if not (low <= value <= high and value < math.inf):
-            raise ValueError(f"--{name} {value}: wanted a number from {low}" + (f" to {high}" if high < math.inf else " up"))
-    for name in ("lr", "beta1", "beta2"):
-        if not (getattr(args, name) > 0 if name == "lr" else getattr(args, name) < 1):
-            raise ValueError(f"--{name} {getattr(args, name)}: wanted {'more than 0' if name == 'lr' else 'less than 1'}")
+    for names, good, wanted in (
+            ("batch_size grad_accum max_steps log_interval eval_interval block_size_min", lambda x: x >= 1, "1 or more"),
+            ("warmup_steps eval_rows seed", lambda x: x >= 0, "0 or more"),
+            ("lr", lambda x: 0 < x < math.inf, "a number above 0"),
+            ("min_lr weight_decay grad_clip ntp_weight matp_weight", lambda x: 0 <= x < math.inf, "a number from 0 up"),
+            ("beta1 beta2", lambda x: 0 <= x < 1, "from 0 to below 1"),
+            ("full_mask_prob", lambda x: 0 <= x <= 1, "0 to 1"),
+            ("sample_problems", lambda x: 0 <= x <= 2000, "0 to 2000")):
+        for name in names.split():
+            if not good(getattr(args, name)):
+                raise ValueError(f"--{name} {getattr(args, name)}: wanted {wanted}")
     if args.block_size_min > args.block_size_max:
         raise ValueError(f"--block_size_min {args.block_size_min} is more than --block_size_max {args.block_size_max}")
     try:
@@ -135,10 +137,12 @@ def check(args):
     if not args.resume and not args.overwrite and (newest(args.out_dir) or (args.out_dir / "config.json").exists()):
         raise ValueError(f"{args.out_dir} holds another run: give --resume, --overwrite or another --out_dir")
 
-    folder = newest(args.out_dir) if args.resume else None if starts_at_random(args) else find_folder(args.init_from, weights=False)
-    if args.overwrite and folder and folder.resolve().is_relative_to(args.out_dir.resolve()):
+    at_random = args.init_from in PRESETS and PRESETS[args.init_from][1] is None   # a shape without published weights
+    source = newest(args.out_dir) if args.resume else None if at_random else args.init_from
+    folder = source and find_folder(source, weights=False)
+    if args.overwrite and source and folder.resolve().is_relative_to(args.out_dir.resolve()):
         raise ValueError(f"--overwrite would remove what --init_from {args.init_from} names: give another --out_dir")
-    config = LlamaConfig.from_pretrained(folder if args.resume else args.init_from)
+    config = LlamaConfig.from_pretrained(source or args.init_from)
     if args.mask_id is not None:
         config = replace(config, mask_id=args.mask_id)
     if config.mask_id is None and args.objective == "sbd":
@@ -152,7 +156,7 @@ def check(args):
         raise ValueError(f"training {args.init_from} needs {need / 2**30:.1f} GiB for weights, gradients and AdamW's states, "
                          f"{args.device} has {free / 2**30:.1f} GiB free: use a smaller model or another device")
 
-    dataset = Path(args.dataset) if Path(args.dataset).is_dir() else HERE / "data" / args.dataset
+    dataset = HERE / "data" / args.dataset   # of an absolute path: that path
     if dataset == WORD_PROBLEMS and not (dataset / "meta.json").exists():   # the default data set makes itself
         print("preparing the word problems, under a minute", flush=True)
         if subprocess.run([sys.executable, dataset / "prepare.py"]).returncode:
@@ -163,18 +167,12 @@ def check(args):
     if tokenizer.hash != data.meta["tokenizer_hash"] or data.vocab_size > config.vocab_size:
         raise ValueError(f"{dataset} was tokenized with another vocabulary, that of {data.meta['tokenizer']}: "
                          f"prepare your data with --tokenizer={args.init_from}")
-    return data, val, config, tokenizer
+    return data, val, source, config, tokenizer
 
 
-def starts_at_random(args):
-    """A preset that nobody published weights for is a shape only."""
-    return args.init_from in PRESETS and PRESETS[args.init_from][1] is None
-
-
-def load(args, config, tokenizer) -> Llama:
+def load(args, source, config, tokenizer) -> Llama:
     """The model, with float32 weights."""
-    if args.resume or not starts_at_random(args):
-        source = newest(args.out_dir) if args.resume else args.init_from
+    if source:
         model = Llama.from_pretrained(source, args.device, torch.float32, config.mask_id)
         for weight in model.parameters():   # mapped from the file: as aligned in memory as weights that never stopped,
             weight.data = weight.data.clone()   # or matrix products could round differently
@@ -242,8 +240,6 @@ def make_optimizer(model, args):
 def save(model, optimizer, args, step, **more):
     """Write a checkpoint aside, rename it into place, and only then remove the ones before it."""
     final, aside = args.out_dir / f"step-{step:08d}", args.out_dir / f"tmp-{step:08d}"
-    if final.exists():   # resumed there and stopped again: what would be written stands there
-        return
     shutil.rmtree(aside, ignore_errors=True)
     model.save_pretrained(aside)
     state = dict(optimizer=optimizer.state_dict(), step=step, **more,
@@ -253,7 +249,7 @@ def save(model, optimizer, args, step, **more):
     os.replace(aside, final)
     flush_folder(args.out_dir)
     model.folder = final   # the next checkpoint takes its tokenizer files from here, not from one that is gone by then
-    for old in args.out_dir.glob("step-*"):
+    for old in args.out_dir.glob(CHECKPOINTS):
         if old != final:
             shutil.rmtree(old)
 
@@ -277,8 +273,8 @@ def exit_at_once(number, frame):
 def train(argv=None):
     on_signals(exit_at_once)
     args = parse(argv)
-    data, val, config, tokenizer = check(args)
-    model = load(args, config, tokenizer)
+    data, val, source, config, tokenizer = check(args)
+    model = load(args, source, config, tokenizer)
     copies = args.block_size_max - 1 if args.objective == "sbd" else 0   # stop copies behind a document (method section 3)
     rows = pack(data, args.seq_len, copies, args.seed)
     val_rows = pack(val, args.seq_len, copies, args.seed) if val and args.eval_rows else None
@@ -288,7 +284,7 @@ def train(argv=None):
     num_summed = 0                              # steps in them
     lines = ["step,ntp_loss,matp_loss,val_ntp_loss,val_matp_loss,lr,tokens_per_s\n"]
     args.out_dir.mkdir(parents=True, exist_ok=True)
-    for old in [*args.out_dir.glob("tmp-*"), *(args.out_dir.glob("step-*") if args.overwrite else ())]:
+    for old in [*args.out_dir.glob("tmp-*"), *(args.out_dir.glob(CHECKPOINTS) if args.overwrite else ())]:
         shutil.rmtree(old)   # what a kill left, and what the user gave up
     if args.overwrite:
         (args.out_dir / "config.json").unlink(missing_ok=True)
@@ -329,26 +325,30 @@ def train(argv=None):
 
         save_now = done % args.eval_interval == 0 or done == args.max_steps
         line_now = done % args.log_interval == 0 or save_now
-        if line_now or stop:   # the only places where the host waits for the device
-            checked = validate(model, args, val_rows) if save_now and val_rows else []
-            bad = min(first_bad.item(), math.inf if all(map(math.isfinite, checked)) else done)
-            if bad < math.inf:
-                last = newest(args.out_dir)
-                advice = f"{last} is the last good checkpoint, --resume with a lower --lr" if last else "there is no checkpoint yet, start again with a lower --lr"
-                sys.exit(f"train.py: the loss or its gradient is not finite at step {bad:.0f}: {advice}")
+        if not (line_now or stop):
+            continue   # from here on the host waits for the device
+        checked = validate(model, args, val_rows) if save_now and val_rows else []
+        bad = min(first_bad.item(), math.inf if all(map(math.isfinite, checked)) else done)
+        if bad < math.inf:
+            good = newest(args.out_dir)
+            advice = f"{good} is the last good checkpoint: --resume" if good else "there is no checkpoint yet: start again"
+            sys.exit(f"train.py: the loss or its gradient is not finite at step {bad:.0f}; {advice} with a lower --lr")
         if line_now:
-            ntp, matp = (sums / num_summed).tolist()
+            ntp, matp = (sums / num_summed).tolist()   # nats
             rate = (done - line_step) * per_step * args.seq_len / (time.time() - line_time)   # tokens a second
             left = (args.max_steps - done) * (time.time() - began) / (done - start) / 60      # minutes
             print(f"step {done:5d}  ntp {ntp:.4f}  matp {matp:.4f}  lr {lr:.2e}  {rate:,.0f} tokens/s  {left:.1f} min left"
                   + (f"  validation ntp {checked[0]:.4f} matp {checked[1]:.4f}" if checked else ""), flush=True)
             with log_path.open("a") as file:
-                file.write(",".join([str(done), *(f"{x:.9g}" for x in (ntp, matp, *checked)), *[""] * (2 - len(checked)), f"{lr:.6g}", f"{rate:.0f}"]) + "\n")
+                file.write(",".join([str(done), *(f"{x:.9g}" if x != "" else x for x in (ntp, matp, *(checked or ("", "")))),
+                                     f"{lr:.6g}", f"{rate:.0f}"]) + "\n")
             sums.zero_()
             num_summed, line_step, line_time = 0, done, time.time()
-        if save_now or stop:
+        if save_now:
             save(model, optimizer, args, done, sums=sums, num_summed=num_summed)
         if stop:
+            if not save_now:
+                save(model, optimizer, args, done, sums=sums, num_summed=num_summed)
             print(f"stopped at step {done}; go on with: python train.py --resume --out_dir={args.out_dir}")
             exit_at_once(stop[0], None)
     on_signals(exit_at_once)
@@ -360,7 +360,7 @@ def finish(model, args, tokenizer):
     model.to(torch.bfloat16).save_pretrained(args.out_dir)
     flush_folder(args.out_dir)
     print(f"finished: python generate.py --init_from={args.out_dir} --prompt=...", flush=True)
-    if args.sample_problems and WORD_PROBLEMS in (Path(args.dataset), HERE / "data" / args.dataset):
+    if args.sample_problems and HERE / "data" / args.dataset == WORD_PROBLEMS:
         from data.word_problems.prepare import problems
         model = Llama.from_pretrained(args.out_dir, args.device, torch.float32)   # what was saved, and not compiled
         cells = [dict(mode="ntp")] + (CELLS if args.objective == "sbd" else [])
