@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import trace
 from eb_sampler import SAMPLERS, distribution
 from kv_cache import KVCache, cached_attend, window
 from model import PRESETS, Llama, compile_layers
@@ -350,6 +351,7 @@ def parse(argv=None):
     a("--num_samples", type=int, default=1, help="samples, decoded as one batch")
     a("--stop", action="append", default=[], help="a text that ends the sample and is not printed; may be given again")
     a("--show", action="store_true", help="show each forward's block; plain text where the output is no terminal")
+    a("--trace", type=Path, help="write what each forward did: out.html, a page, or out.svg, a picture of the first sample")
     a("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, mps")
     a("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of weights and cache; default bfloat16 on cuda, else float32")
     a("--compile", action="store_true", help="torch.compile the layers: slower to start, faster after")
@@ -419,6 +421,8 @@ def main():
     demo = text is None
     if demo and args.init_from:
         raise ValueError("no prompt: give --prompt TEXT, --prompt_file FILE or pipe a text in")
+    if args.trace:
+        trace.check_path(args.trace)
     model, tokenizer = load(args)
     if demo:
         from data.word_problems.prepare import problems
@@ -436,9 +440,10 @@ def main():
         print(text.rstrip(), end="\n\n")
         for mode in (args.mode, "ntp"):   # the first forwards of a process are slow: keep them out of the comparison
             generate(model, [ids], **options | dict(mode=mode))
-    rows, texts, streams = {}, [""] * args.num_samples, [TextStream(tokenizer, args.stop) for _ in range(args.num_samples)]
+    rows, traced, texts, streams = {}, [], [""] * args.num_samples, [TextStream(tokenizer, args.stop) for _ in range(args.num_samples)]
     began = time.perf_counter()
     for steps in decode(model, [ids] * args.num_samples, **options):
+        traced += map(trace.record, steps if args.trace else ())
         for step in steps:
             i, row = step.row.index, step.row
             final = [t for t in step.final if t not in model.config.stop_ids]
@@ -452,6 +457,8 @@ def main():
     seconds = time.perf_counter() - began
     for i, sample in enumerate(texts if show or args.num_samples > 1 else ()):
         print((f"\nsample {i + 1}" if args.num_samples > 1 else "") + f"\n{sample}")
+    if args.trace:
+        trace.write(args.trace, ids, traced, tokenizer, options)
     tokens, nfe = sum(len(r.tokens) for r in rows.values()), sum(r.nfe for r in rows.values())
     summary = f"{args.mode}: {tokens} tokens in {nfe} forwards, NFE speedup {tokens / max(nfe, 1):.2f}, {tokens / seconds:,.0f} tokens/s"
     if not demo:
@@ -460,7 +467,7 @@ def main():
     began = time.perf_counter()
     [ntp] = generate(model, [ids], **options | dict(mode="ntp"))
     seconds_ntp = time.perf_counter() - began
-    agree = "the same text" if rows[0].tokens == ntp.tokens else "different texts"
+    agree = "the same text" if not rows or rows[0].tokens == ntp.tokens else "different texts"
     print(f"\n{summary}; ntp: {len(ntp.tokens)} tokens in {ntp.nfe} forwards, {len(ntp.tokens) / seconds_ntp:,.0f} tokens/s; {agree}")
 
 

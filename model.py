@@ -135,7 +135,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps), RMSNorm(c.head_dim, c.rms_norm_eps)
 
     def qkv(self, x, cos, sin):
-        B, T, _ = x.shape
+        B, T = cos.shape[:2]
         q = self.q_proj(x).view(B, T, -1, self.head_dim)                       # (B, T, H, D)
         k = self.k_proj(x).view(B, T, -1, self.head_dim)                       # (B, T, Hkv, D)
         v = self.v_proj(x).view(B, T, -1, self.head_dim)                       # (B, T, Hkv, D)
@@ -170,8 +170,7 @@ class Layer(nn.Module):
         return self.self_attn.qkv(self.input_layernorm(x), cos, sin)
 
     def after_attention(self, x, out):
-        B, T, _ = x.shape
-        x = x + self.self_attn.o_proj(out.transpose(1, 2).reshape(B, T, -1))   # out (B, H, T, D)
+        x = x + self.self_attn.o_proj(out.transpose(1, 2).reshape(len(x), -1))   # out (B, H, T, D)
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def forward(self, x, cos, sin, layer, attend):
@@ -203,14 +202,14 @@ class Llama(nn.Module):
 
     def hidden(self, tokens, positions=None, attend=None):
         """tokens (B, T), positions (T,) or (B, T), default 0..T-1 -> hidden states before the head (B, T, C)."""
-        x = self.model.embed_tokens(tokens)                                     # (B, T, C)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        cos, sin = rotary(self.config, positions, x.dtype)
+        x = self.model.embed_tokens(tokens.flatten())                           # (B * T, C)
+        cos, sin = rotary(self.config, positions.expand_as(tokens), x.dtype)
         for i, layer in enumerate(self.model.layers):
             args = (x, cos, sin, i, attend or causal)
             x = checkpoint(layer, *args, use_reentrant=False) if self.grad_checkpoint and self.training else layer(*args)
-        return self.model.norm(x)
+        return self.model.norm(x).view(*tokens.shape, -1)
 
     def forward(self, tokens, positions=None, attend=None, at=None):
         """Logits (B, T, V), float, unnormalised.
@@ -279,7 +278,7 @@ def compile_layers(model: Llama, dynamic=None) -> Llama:
 
 
 def rotary(config: LlamaConfig, positions, dtype):
-    """Cosines and signed sines of the rotary angles, each (1 or B, T, 1, D), in `dtype`.
+    """Cosines and signed sines of the rotary angles of positions (B, T), each (B, T, 1, D), in `dtype`.
 
     The half-rotated layout of the published weights: dimension i turns together with i + D/2. Angles are
     taken in float32 as when the weights were trained, in float64 for a float64 model.

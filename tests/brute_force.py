@@ -25,7 +25,7 @@ def tiny_model(kind="llama", vocab_size=13, mask_id=5, seed=0, head=0.5, body=0.
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(1 + 0.25 * noise if weight.dim() == 1 else
                          noise if "embed" in name else noise * (head if "lm_head" in name else body))
-    return model.to(dtype)
+    return model.to(dtype).requires_grad_(False)
 
 
 @torch.inference_mode()

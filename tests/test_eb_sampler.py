@@ -275,7 +275,9 @@ def test_temperature_comes_before_top_p():
 def test_ties_go_to_the_lower_id_and_the_sum_may_just_reach_top_p(dtype):
     logits = torch.zeros(8, dtype=dtype)                         # 1/8 each, exact in binary
     for top_p, count in [(0.5, 4), (0.51, 5), (0.125, 1), (0.001, 1), (0.99, 8), (1.0, 8)]:
-        assert distribution(logits, 1.0, None, top_p).tolist() == [1 / count] * count + [0] * (8 - count)
+        wanted = torch.tensor([1 / count] * count + [0] * (8 - count), dtype=dtype)
+        torch.testing.assert_close(distribution(logits, 1.0, None, top_p), wanted, rtol=1e-7, atol=0)   # one division
+        assert ((distribution(logits, 1.0, None, top_p) > 0) == (wanted > 0)).all()
     for top_k in 1, 3, 8:
         assert (distribution(logits, 1.0, top_k) > 0).tolist() == [True] * top_k + [False] * (8 - top_k)
     assert (distribution(logits, 1.0, 4, 0.5) > 0).tolist() == [True] * 2 + [False] * 6

@@ -1,0 +1,489 @@
+"""train.py: a run that was killed, stopped or refused leaves what it should, and what it trains is Eq. 14."""
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from data.bin import Dataset, batch, num_ntp_targets, pack, write_set
+from evaluate import label
+from model import Llama, LlamaConfig
+from smollm2 import smollm2_or_skip
+from tokenizer import Tokenizer
+
+ROOT = Path(train.__file__).parent
+TOKENIZER = ROOT / "data/word_problems"
+EOS, MASK = 510, 511
+# Calls in this order: 4 steps, validation, checkpoint; 4 steps, validation, checkpoint; ...
+SMALL = dict(seq_len=64, batch_size=4, max_steps=12, eval_interval=4, log_interval=3, eval_rows=4, lr=1e-2, warmup_steps=3,
+             block_size_max=8, device="cpu", dtype="float32", sample_problems=0)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Options that train a model of 50k parameters on 300 documents of counting."""
+    folder = tmp_path_factory.mktemp("small")
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(512, 32, 64, 2, 4, 2, max_position_embeddings=256, eos_token_id=EOS, mask_id=MASK))
+    model.folder = TOKENIZER
+    model.save_pretrained(folder / "model")
+    rng = np.random.default_rng(0)
+    documents = [[*((rng.integers(400) + np.arange(rng.integers(8, 50))) % 500), EOS] for _ in range(300)]
+    documents = [(ids, [i > 2 for i in range(len(ids))]) for ids in documents]
+    write_set(folder / "data", dict(train=documents[:250], val=documents[250:]), [EOS], 512,
+              tokenizer=str(TOKENIZER), tokenizer_hash=Tokenizer(TOKENIZER).hash)
+    return dict(SMALL, init_from=folder / "model", dataset=folder / "data")
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """Those of pytest are back in place after each test."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def argv(options, **more):
+    options = options | more
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value is not None]
+
+
+def losses_of(out_dir):
+    """log.csv as text, without the tokens a second."""
+    return [line.rsplit(",", 1)[0] for line in (out_dir / "log.csv").read_text().splitlines()]
+
+
+def same_run(a, b):
+    """Asserts that two finished runs logged the same losses and hold the same weights and states, bit for bit."""
+    assert losses_of(a) == losses_of(b)
+    last = train.newest(a).name
+    assert last == train.newest(b).name
+    assert (a / last / "model.safetensors").read_bytes() == (b / last / "model.safetensors").read_bytes()
+    assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
+    for i, state in enumerate(states := optimizer_states(a / last)):
+        for name, value in state.items():
+            assert torch.equal(value, optimizer_states(b / last)[i][name]), name
+    assert states
+
+
+def optimizer_states(folder):
+    return list(torch.load(folder / "train_state.pt", weights_only=True)["optimizer"]["state"].values())
+
+
+@pytest.fixture(scope="module")
+def whole(small, tmp_path_factory):
+    """The output folder of a run that nothing stopped."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    train.main(argv(small, out_dir=out))
+    return out
+
+
+def signal_at(name, call, number, twice=False):
+    """Code that makes train.NAME send its own process a signal when it is called for the call-th time."""
+    return f"""
+import os, train
+original, calls = train.{name}, []
+def counted(*args, **kw):
+    calls.append(0)
+    if len(calls) == {call}:
+        for _ in range({1 + twice}):
+            os.kill(os.getpid(), {int(number)})
+    return original(*args, **kw)
+train.{name} = counted
+"""
+
+
+def run_and_signal(options, name, call, number, twice=False):
+    """train.py in a process of its own that is signalled at that point -> the ended process."""
+    code = signal_at(name, call, number, twice) + f"train.main({argv(options)!r})"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+# ------------------------------------------------------------------------------ stopping and going on
+
+@pytest.mark.parametrize("name, call, left", [
+    ("losses", 8, 4),          # in step 7, behind the log line of step 6, which the checkpoint of step 4 knows nothing of
+    ("write_whole", 3, 4),     # in save at step 8: weights written, optimizer state not
+    ("flush_folder", 3, 4),    # in save at step 8: all written, not renamed
+    ("flush_folder", 4, 8),    # in save at step 8: renamed, the older checkpoint not removed yet
+])
+def test_kill_9_leaves_the_last_good_checkpoint_and_resume_is_bit_for_bit(small, whole, tmp_path, name, call, left):
+    out = tmp_path / "out"
+    assert run_and_signal(dict(small, out_dir=out), name, call, signal.SIGKILL).returncode == -signal.SIGKILL
+    assert train.newest(out).name == f"step-{left:08d}"
+    assert Llama.from_pretrained(out).lm_head.weight.dtype == torch.float32    # the run under way loads as it is
+    train.main(["--resume", f"--out_dir={out}"])
+    same_run(out, whole)
+    assert [path.name for path in out.glob("*-*")] == ["step-00000012"]        # nothing half-written stays behind
+    for folder in (out, out / "step-00000012"):
+        assert (folder / "tokenizer.json").read_bytes() == (TOKENIZER / "tokenizer.json").read_bytes()
+
+
+def test_kill_9_before_the_first_checkpoint_leaves_a_folder_to_start_again_in(small, whole, tmp_path, capsys):
+    out = tmp_path / "out"
+    run_and_signal(dict(small, out_dir=out), "flush_folder", 1, signal.SIGKILL)
+    assert train.newest(out) is None
+    refused(["--resume", f"--out_dir={out}"], "holds no checkpoint", capsys)
+    train.main(argv(small, out_dir=out))
+    same_run(out, whole)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("name, call, done", [
+    ("losses", 1, 1),          # the first step
+    ("losses", 7, 6),          # a step with a log line
+    ("validate", 1, 4),        # the evaluation
+    ("save", 2, 8),            # a checkpoint
+    ("losses", 14, 12),        # the last step: finishing is left to --resume
+])
+def test_ctrl_c_and_sigterm_save_and_resume_as_if_never_stopped(small, whole, tmp_path, monkeypatch, capsys, number, code, name, call, done):
+    out, calls, original = tmp_path / "out", [], getattr(train, name)
+
+    def signalled(*args, **kw):
+        calls.append(0)
+        if len(calls) == call:
+            os.kill(os.getpid(), number)
+        return original(*args, **kw)
+
+    monkeypatch.setattr(train, name, signalled)
+    with pytest.raises(SystemExit) as exit:
+        train.main(argv(small, out_dir=out))
+    assert exit.value.code == code
+    assert f"stopped at step {done}; go on with: python train.py --resume --out_dir={out}" in capsys.readouterr().out
+    assert train.newest(out).name == f"step-{done:08d}"
+    monkeypatch.setattr(train, name, original)
+    train.main(["--resume", f"--out_dir={out}"])
+    same_run(out, whole)
+
+
+def test_the_shell_sees_143_and_a_second_ctrl_c_ends_at_once(small, tmp_path):
+    first = run_and_signal(dict(small, out_dir=tmp_path / "a"), "losses", 2, signal.SIGTERM)
+    assert first.returncode == 143 and "--resume --out_dir=" in first.stdout and not first.stderr
+    second = run_and_signal(dict(small, out_dir=tmp_path / "b"), "losses", 2, signal.SIGINT, twice=True)
+    assert second.returncode == 130 and train.newest(tmp_path / "b") is None and not second.stderr
+
+
+def test_a_finished_run_goes_on_to_more_steps(small, tmp_path):
+    out = tmp_path / "out"
+    train.main(argv(small, out_dir=out, max_steps=4))
+    train.main(["--resume", f"--out_dir={out}", "--max_steps=8", "--lr=1e-3"])
+    assert train.newest(out).name == "step-00000008"
+    assert [line.split(",")[0] for line in losses_of(out)] == ["step", "3", "4", "6", "8"]
+
+
+# ------------------------------------------------------------------------------ losses that are not finite
+
+@pytest.mark.parametrize("call, step, left", [(2, 2, None), (7, 6, "step-00000004"), (9, 8, "step-00000004")])
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(small, tmp_path, monkeypatch, what, call, step, left):
+    out, calls, original = tmp_path / "out", [], train.losses
+
+    def broken(*args, **kw):
+        result = original(*args, **kw)
+        calls.append(0)
+        if len(calls) == call:
+            result.loss = result.loss * math.inf
+            result.ntp = result.ntp * math.inf if what == "loss" else result.ntp
+        return result
+
+    monkeypatch.setattr(train, "losses", broken)
+    with pytest.raises(SystemExit) as exit:
+        train.main(argv(small, out_dir=out, grad_clip=0 if what == "gradient" else 1))
+    message = exit.value.code
+    assert f"not finite at step {step};" in message and "\n" not in message
+    assert ("step-00000004 is the last good checkpoint" if left else "there is no checkpoint yet") in message
+    assert [path.name for path in out.glob("step-*")] == ([left] if left else [])
+    if left:
+        assert all(w.isfinite().all() for w in Llama.from_pretrained(out).parameters())
+
+
+def test_a_checkpoint_is_not_saved_where_the_validation_loss_is_not_finite(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "validate", lambda *args: [1.0, math.nan])
+    with pytest.raises(SystemExit, match="not finite at step 4; there is no checkpoint yet"):
+        train.main(argv(small, out_dir=tmp_path / "out"))
+    assert train.newest(tmp_path / "out") is None
+
+
+# ------------------------------------------------------------------------------ refusals
+
+def refused(arguments, words, capsys):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        train.main(arguments)
+    error = capsys.readouterr().err
+    assert exit.value.code == 2
+    assert words in error and error.count("\n") == 1 and error.startswith("train.py: "), error
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(lr=0), "--lr 0.0: wanted a number above 0"),
+    (dict(lr="nan"), "--lr nan: wanted"),
+    (dict(lr="inf"), "--lr inf: wanted"),
+    (dict(batch_size=0), "--batch_size 0: wanted 1 or more"),
+    (dict(grad_accum=-1), "--grad_accum -1: wanted"),
+    (dict(max_steps=0), "--max_steps 0: wanted"),
+    (dict(warmup_steps=-1), "--warmup_steps -1: wanted"),
+    (dict(seed=-1), "--seed -1: wanted"),
+    (dict(beta2=1), "--beta2 1.0: wanted from 0 to below 1"),
+    (dict(ntp_weight=-1), "--ntp_weight -1.0: wanted"),
+    (dict(full_mask_prob=1.5), "--full_mask_prob 1.5: wanted 0 to 1"),
+    (dict(sample_problems=2001), "--sample_problems 2001: wanted 0 to 2000"),
+    (dict(block_size_min=0), "--block_size_min 0: wanted"),
+    (dict(block_size_min=9), "--block_size_min 9 is more than --block_size_max 8"),
+    (dict(seq_len=257), "--seq_len 257: wanted 2 to 256, the model's context"),
+    (dict(seq_len=1), "--seq_len 1: wanted 2 to"),
+    (dict(mask_id=512), "mask_id 512 is outside the vocabulary"),
+    (dict(device="cuda:77"), "--device cuda:77 is not there"),
+    (dict(device="nothing"), "--device nothing is not there"),
+    (dict(device="meta"), "--device meta is not there"),
+    (dict(init_from="nothing"), "is no folder here, no preset"),
+    (dict(init_from=ROOT / "tests"), "has no config.json"),
+    (dict(dataset="nothing"), "run one of data/*/prepare.py first"),
+    (dict(out_dir=ROOT / "train.py"), "is a file"),
+    (dict(resume=True), "holds no checkpoint"),
+    (dict(resume=True, overwrite=True), "give one of them"),
+])
+def test_bad_options_are_refused_in_one_line(small, tmp_path, capsys, options, words):
+    refused(argv(small, **dict(out_dir=tmp_path / "out") | options), words, capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_data_set_names_its_prepare_script(small, tmp_path, capsys, monkeypatch):
+    (tmp_path / "data/stdlib").mkdir(parents=True)
+    (tmp_path / "data/stdlib/prepare.py").touch()
+    monkeypatch.setattr(train, "HERE", tmp_path)
+    refused(argv(small, dataset="stdlib", out_dir=tmp_path / "out"), f"run python {tmp_path}/data/stdlib/prepare.py first", capsys)
+
+
+def test_the_word_problems_prepare_themselves(small, tmp_path, monkeypatch, capfd):
+    """Here with a stand-in for prepare.py, which copies a small set."""
+    folder = tmp_path / "data/word_problems"
+    folder.mkdir(parents=True)
+    (folder / "prepare.py").write_text(f"import shutil\nshutil.copytree({str(small['dataset'])!r}, {str(folder)!r}, dirs_exist_ok=True)\n")
+    monkeypatch.setattr(train, "HERE", tmp_path)
+    monkeypatch.setattr(train, "WORD_PROBLEMS", folder)
+    train.main(argv(small, dataset="word_problems", max_steps=1, out_dir=tmp_path / "out"))
+    assert train.newest(tmp_path / "out").name == "step-00000001"
+
+
+def test_a_data_set_of_another_vocabulary_is_refused(small, tmp_path, capsys):
+    meta = json.loads((small["dataset"] / "meta.json").read_text())
+    shutil.copytree(small["dataset"], tmp_path / "other")
+    (tmp_path / "other/meta.json").write_text(json.dumps(meta | dict(tokenizer="some/model", tokenizer_hash="0" * 64)))
+    refused(argv(small, dataset=tmp_path / "other", out_dir=tmp_path / "out"), "another vocabulary, that of some/model", capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_a_mask_token_needs_one_named(small, tmp_path, capsys):
+    shutil.copytree(small["init_from"], tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    del config["mask_id"]
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    options = dict(small, init_from=tmp_path / "model", max_steps=1)
+    refused(argv(options, out_dir=tmp_path / "a"), "names no mask token: give --mask_id", capsys)
+    train.main(argv(options, out_dir=tmp_path / "b", objective="ntp"))
+    train.main(argv(options, out_dir=tmp_path / "c", mask_id=509))
+    assert Llama.from_pretrained(tmp_path / "c").config.mask_id == 509
+
+
+def test_training_that_cannot_fit_into_memory_is_refused_before_loading(small, tmp_path, capsys, monkeypatch):
+    parameters = sum(w.numel() for w in Llama.from_pretrained(small["init_from"]).parameters())
+    monkeypatch.setattr(train, "load", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr(train, "free_memory", lambda device: 16 * parameters - 1)
+    refused(argv(small, out_dir=tmp_path / "out"), "needs 0.0 GiB for weights, gradients and AdamW's states, cpu has", capsys)
+
+
+def test_an_output_folder_of_another_run_is_kept(small, whole, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    refused(argv(small, out_dir=out), "holds another run: give --resume, --overwrite or another --out_dir", capsys)
+    shutil.rmtree(out / "step-00000012")                      # a finished model alone is another run too
+    refused(argv(small, out_dir=out), "holds another run", capsys)
+    assert all(path.read_bytes() == data for path, data in files.items() if "step-" not in str(path))
+    refused(argv(small, init_from=out, out_dir=out, overwrite=True), "--overwrite would remove what --init_from", capsys)
+    train.main(argv(small, out_dir=out, overwrite=True, max_steps=4))
+    assert [path.name for path in out.glob("step-*")] == ["step-00000004"]
+    assert [line.split(",")[0] for line in losses_of(out)] == ["step", "3", "4"]
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(seq_len=32), "--seq_len 32: the run in"), (dict(batch_size=2), "--batch_size 2: the run in"),
+    (dict(grad_accum=2), "--grad_accum 2: the run in"), (dict(block_size_max=16), "--block_size_max 16: the run in"),
+    (dict(seed=1), "--seed 1: the run in"), (dict(objective="ntp"), "--objective ntp: the run in"),
+    (dict(dataset="stdlib"), "--dataset stdlib: the run in"), (dict(recipe="paper-8b"), "--recipe paper-8b: the run in"),
+    (dict(max_steps=11), "is at step 12 already")])
+def test_resume_with_other_shapes_is_refused(whole, capsys, options, words):
+    refused(argv(dict(resume=True, out_dir=whole), **options), words, capsys)
+
+
+# ------------------------------------------------------------------------------ one step
+
+def options_of(small, **more):
+    """Parsed options, and a model with its data, as train() makes them."""
+    args = train.parse(argv(small, out_dir="nowhere", **more))
+    data, val, source, config, tokenizer = train.check(args)
+    return args, train.load(args, source, config, tokenizer), pack(data, args.seq_len, args.block_size_max - 1, args.seed)
+
+
+def test_accumulated_gradient_is_that_of_the_large_batch(small, tmp_path):
+    """Rounding apart (sums in another order, float32): the same noise, the same constant, the same update."""
+    one = tmp_path / "one"
+    train.main(argv(small, out_dir=one, batch_size=8, max_steps=3, log_interval=1))
+    wanted = Llama.from_pretrained(train.newest(one)).state_dict()
+    for accum in (2, 8):
+        out = tmp_path / str(accum)
+        train.main(argv(small, out_dir=out, batch_size=8 // accum, grad_accum=accum, max_steps=3, log_interval=1))
+        for name, weight in Llama.from_pretrained(train.newest(out)).state_dict().items():
+            # AdamW divides by the gradient's own size, so where that is nearly 0 its rounding shows in full: 2% of lr
+            torch.testing.assert_close(weight, wanted[name], rtol=0, atol=0.02 * 1e-2)
+    args, model, rows = options_of(small)
+    whole = batch(rows, range(8))
+    parts = [batch(rows, range(i, i + 2)) for i in range(0, 8, 2)]
+    k, eta, generator = train.draw(args, 5, 8)
+    loss = train.losses(model, args, whole, k, eta, generator).loss
+    loss.backward()
+    wanted = [w.grad.clone() for w in model.parameters()]
+    model.zero_grad()
+    k, eta, generator = train.draw(args, 5, 8)
+    num_targets = sum(map(num_ntp_targets, parts))
+    results = [train.losses(model, args, b, k, eta[2 * i:2 * i + 2], generator, num_targets).loss for i, b in enumerate(parts)]
+    torch.testing.assert_close(sum(results), loss, rtol=1e-5, atol=0)          # float32 sums in another order
+    sum(results).backward()
+    for w, gradient in zip(model.parameters(), wanted):
+        torch.testing.assert_close(w.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_learning_rate_is_linear_then_cosine():
+    args = train.parse(["--lr=0.5", "--min_lr=0.1", "--warmup_steps=10", "--max_steps=110"])
+    rates = [train.learning_rate(args, step) for step in range(120)]
+    assert rates[:10] == pytest.approx([0.05 * i for i in range(1, 11)])
+    assert rates[10] == pytest.approx(0.5) and rates[60] == pytest.approx(0.3) and rates[110:] == pytest.approx([0.1] * 10)
+    assert rates[35] == pytest.approx(0.1 + 0.4 * (1 + math.cos(math.pi / 4)) / 2)
+    args = train.parse(["--warmup_steps=0", "--max_steps=1", "--lr=0.5"])
+    assert train.learning_rate(args, 0) == 0.5
+
+
+def test_block_size_is_uniform_and_both_ends_are_drawn():
+    args = train.parse(["--block_size_min=2", "--block_size_max=16", "--device=cpu"])
+    drawn = np.bincount([train.draw(args, step, 1)[0] for step in range(6000)], minlength=17)
+    assert drawn[:2].sum() == 0 and len(drawn) == 17
+    assert (((drawn[2:] - 400) ** 2) / 400).sum() < 36.1     # chi-square, 14 degrees of freedom: 1 in 1000
+
+
+def test_noise_follows_from_seed_and_step_alone():
+    a, b = train.parse(["--device=cpu"]), train.parse(["--device=cpu", "--seed=1"])
+    eta = [[train.draw(args, step, 64)[1] for step in range(40)] for args in (a, a, b)]
+    assert torch.equal(torch.stack(eta[0]), torch.stack(eta[1]))
+    flat = torch.cat((torch.stack(eta[0]), torch.stack(eta[2])))               # no step of either seed repeats another
+    assert len({tuple(row) for row in flat[..., 0].tolist()}) == 80
+    assert abs(float(flat.mean()) - 0.5) < 4 / math.sqrt(12 * flat.numel())    # U(0, 1), four standard errors
+
+
+def test_full_mask_prob_is_the_share_of_rows_that_are_all_masks():
+    args = train.parse(["--full_mask_prob=0.3", "--device=cpu"])
+    eta = torch.cat([train.draw(args, step, 50)[1] for step in range(100)])
+    assert abs(float((eta == 1).double().mean()) - 0.3) < 4 * math.sqrt(0.3 * 0.7 / 5000)
+    assert not (train.draw(train.parse(["--device=cpu"]), 0, 5000)[1] == 1).any()
+
+
+def test_weights_stay_float32_where_bfloat16_would_round_updates_away(small, tmp_path):
+    train.main(argv(small, out_dir=tmp_path / "out", dtype="bfloat16", lr=1e-5, warmup_steps=0, weight_decay=0, max_steps=2))
+    before, after = (Llama.from_pretrained(folder).state_dict() for folder in (small["init_from"], train.newest(tmp_path / "out")))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert after[name].dtype == torch.float32 and (after[name] != before[name]).double().mean() > 0.9
+    assert all(value.dtype == torch.float32 for state in optimizer_states(train.newest(tmp_path / "out")) for value in state.values())
+    large = before[name].abs() > 0.01                                          # spacing of bfloat16 there: 6e-5 and up
+    step = (after[name] - before[name])[large].to(torch.bfloat16)
+    updated = before[name].to(torch.bfloat16)[large] + step
+    assert (updated == before[name].to(torch.bfloat16)[large]).double().mean() > 0.9
+    assert Llama.from_pretrained(tmp_path / "out").lm_head.weight.dtype == torch.bfloat16    # the finished model
+
+
+def test_recomputed_layers_give_the_same_losses(small, whole, tmp_path):
+    train.main(argv(small, out_dir=tmp_path / "out", grad_checkpoint=True))
+    assert losses_of(tmp_path / "out") == losses_of(whole)
+
+
+def test_compiled_layers_give_the_same_losses_and_a_new_k_compiles_nothing(small, tmp_path, monkeypatch):
+    from torch._dynamo.utils import counters
+    monkeypatch.setattr(torch, "compile", lambda f, compile=torch.compile, **kw: compile(f, backend="aot_eager", **kw))
+    args, plain, rows = options_of(small)
+    _, compiled, _ = options_of(small, compile=True)
+    torch._dynamo.reset()
+    graphs, blocks = [], []
+    for step in range(8):
+        result = []
+        for model in (plain, compiled):
+            k, eta, generator = train.draw(args, step, 4)
+            result.append(train.losses(model, args, batch(rows, range(4 * step, 4 * step + 4)), k, eta, generator).loss)
+            result[-1].backward()
+        torch.testing.assert_close(result[1], result[0], rtol=1e-5, atol=0)    # float32
+        graphs.append(counters["stats"]["unique_graphs"])
+        blocks.append(k)
+    assert len(set(blocks)) > 4 and graphs[0] > 0 and graphs[-1] == graphs[0]
+    torch._dynamo.reset()
+
+
+def test_ntp_objective_is_the_ntp_term_alone(small, tmp_path):
+    train.main(argv(small, out_dir=tmp_path / "out", objective="ntp", max_steps=24))
+    rows = [line.split(",") for line in losses_of(tmp_path / "out")[1:]]
+    assert float(rows[-1][1]) < float(rows[0][1]) - 0.3 and all(float(row[2]) == 0 for row in rows)
+
+
+def test_recipe_sets_the_papers_numbers_and_options_override_it():
+    args = train.parse(["--recipe=paper-8b", "--lr=1e-4"])
+    assert args.seq_len * args.batch_size * args.grad_accum == 2 ** 21                # 2M tokens a step
+    assert (args.max_steps, args.warmup_steps, args.lr, args.seq_len) == (34_000, 200, 1e-4, 32_768)
+
+
+def test_a_preset_without_weights_starts_at_random_from_the_seed(small, tmp_path):
+    args = [train.parse(argv(small, init_from="tiny", out_dir=tmp_path, seed=seed)) for seed in (0, 0, 1)]
+    weights = [train.load(a, *train.check(a)[2:]).lm_head.weight for a in args]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+def test_a_finished_run_on_word_problems_prints_accuracy_and_speedup(small, tmp_path, capsys):
+    args = train.parse(argv(small, dataset="word_problems", out_dir=tmp_path / "out", sample_problems=2))
+    train.finish(Llama.from_pretrained(small["init_from"]), args, Tokenizer(TOKENIZER))
+    printed = capsys.readouterr().out
+    assert f"--init_from={tmp_path / 'out'}" in printed and "accuracy" in printed and "NFE speedup" in printed
+    assert all(label(cell) in printed for cell in (dict(mode="ntp"), *train.CELLS))
+
+
+# ------------------------------------------------------------------------------ the real model
+
+def test_ten_steps_on_the_real_smollm2_lower_both_losses_and_load_in_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = smollm2_or_skip()
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode(Path(json.__file__).read_text())
+    documents = [(ids[i:i + 63] + [tokenizer.eos_id], [True] * 64) for i in range(0, 8 * 63, 63)]
+    write_set(tmp_path / "data", dict(train=documents, val=documents[:4]), [tokenizer.eos_id], tokenizer.vocab_size,
+              tokenizer=str(folder), tokenizer_hash=tokenizer.hash)
+    out, options = tmp_path / "out", dict(seq_len=64, batch_size=2, eval_rows=4, block_size_max=8, device="cpu", dtype="float32")
+    train.main(argv(options, init_from=folder, dataset=tmp_path / "data", out_dir=out, mask_id=4, max_steps=10, log_interval=1,
+                    eval_interval=10, lr=1e-4, warmup_steps=2, sample_problems=0))
+    rows = [line.split(",") for line in losses_of(out)[1:]]
+    assert [row[0] for row in rows] == [str(i) for i in range(1, 11)]
+    # Single steps differ in rows and noise: compare the same four rows with the same noise, before and after.
+    val = pack(Dataset(tmp_path / "data", "val"), 64, 7)
+    before = train.validate(Llama.from_pretrained(folder, mask_id=4), train.parse(argv(options)), val)
+    after = [float(x) for x in rows[-1][3:5]]
+    assert after[0] < before[0] - 0.1 and after[1] < before[1] - 0.1, (before, after)   # nats
+    shutil.rmtree(train.newest(out))                                           # 1.6 GB
+    model, theirs = Llama.from_pretrained(out, dtype=torch.float32), transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert model.config.mask_id == 4
+    tokens = torch.tensor([ids[:40]])
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-3, atol=1e-3)   # float32, 30 layers
+    assert transformers.AutoTokenizer.from_pretrained(out)("def f(x):")["input_ids"] == tokenizer.encode("def f(x):")
