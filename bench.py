@@ -25,6 +25,7 @@ from sbd_loss import ntp_loss, sbd_loss
 from tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
+IN_A_ROW = 50   # forwards of one width in a row, as decoding runs them: the first finds the caches filled by another
 
 
 def synchronize():
@@ -52,29 +53,29 @@ def show(name, seconds, note=""):
     return middle
 
 
-@torch.inference_mode()
-def forward_times(model, widths, kv_len, repeats):
-    """Median seconds of a forward over W tokens behind kv_len cached ones, the logits of all of them read.
+def forward_jobs(model, widths, kv_len) -> dict:
+    """W -> a function that runs IN_A_ROW forwards over W tokens behind kv_len cached ones and reads their logits.
 
-    1 token is NTP's window; k a block on its own; 2 k a block behind k pending tokens (method section 5).
+    widths: W -> how many of its tokens are causal, the rest being a block. 1 causal token is NTP's window, a block
+    alone or behind a pending one are those of SBD (method section 5), which reads the block's logits only.
     """
-    c = model.config
-    device, dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
-    cache = KVCache(c, 1, kv_len + max(widths), device, dtype)
-    cache.k.normal_(), cache.v.normal_()
+    c, weight = model.config, model.lm_head.weight
+    with torch.inference_mode():
+        cache = KVCache(c, 1, kv_len + max(widths), weight.device, weight.dtype)
+        cache.k.normal_(), cache.v.normal_()
     cache.commit([kv_len])
 
-    def forward(W, pending, read):
-        tokens = torch.randint(c.vocab_size, (1, W), device=device)
-        block = W - pending
+    def forward(W, pending):
+        tokens = torch.randint(c.vocab_size, (1, W), device=weight.device)
 
+        @torch.inference_mode()
         def run():
-            w = window(cache, [pending], [[pending]] if block else [[]], block)
-            model.lm_head(model.hidden(tokens, w.positions, cached_attend(cache, w))[:, W - read:]).argmax(-1).tolist()
+            for _ in range(IN_A_ROW):
+                w = window(cache, [pending], [[pending]] if W > pending else [[]], W - pending)
+                model.lm_head(model.hidden(tokens, w.positions, cached_attend(cache, w))[:, pending % W:]).argmax(-1).tolist()
         return run
 
-    seconds = interleaved({W: forward(W, *layout) for W, layout in widths.items()}, repeats)
-    return {W: show(f"forward, window {W}, KV {kv_len}", s) for W, s in seconds.items()}
+    return {W: forward(W, pending) for W, pending in widths.items()}
 
 
 def equation_16(t1, tk, t2k, k, nfe_speedup):
@@ -87,23 +88,31 @@ def bench_decoding(model, prompts, block_size, gamma, max_new_tokens, repeats) -
     options = dict(max_new_tokens=max_new_tokens, stop_ids=model.config.stop_ids, block_size=block_size, gamma=gamma)
     runs = {}
 
-    def run(mode):
+    def run(name, **more):
         def all_prompts():
-            runs[mode] = [decoding.generate(model, [p], mode=mode, **options)[0] for p in prompts]
+            runs[name] = [decoding.generate(model, [p], **options | more)[0] for p in prompts]
         return all_prompts
 
     print(f"decoding {len(prompts)} prompts, batch 1, block {block_size}, gamma {gamma}")
     k, kv_len = block_size, int(statistics.mean(map(len, prompts))) + 32
-    times = forward_times(model, {1: (1, 1), k: (0, k), 2 * k: (k, k)}, kv_len, 10 * repeats)
-    seconds = {mode: statistics.median(s) for mode, s in interleaved({m: run(m) for m in ("ntp", "sbd")}, repeats, 1).items()}
-    tokens, nfe = {m: sum(len(r.tokens) for r in runs[m]) for m in runs}, {m: sum(r.nfe for r in runs[m]) for m in runs}
-    for mode in runs:
-        print(f"  {mode:8s} {tokens[mode] / seconds[mode]:9.1f} tokens/s  {tokens[mode]} tokens in {nfe[mode]} forwards")
+    jobs = dict(ntp=run("ntp", mode="ntp"), sbd=run("sbd"), prefill=run("prefill", max_new_tokens=0))
+    seconds = interleaved(jobs | forward_jobs(model, {1: 1, k: 0, 2 * k: k}, kv_len), repeats, 1)
+    prefill = seconds["prefill"]   # Eq. 16 is about what follows it
+    tokens, nfe = {m: sum(len(r.tokens) for r in runs[m]) for m in jobs}, {m: sum(r.nfe for r in runs[m]) for m in jobs}
+    show("prefill of all prompts", prefill)
+    for W in (1, k, 2 * k):
+        show(f"forward, window {W}, KV {kv_len}", [s / IN_A_ROW for s in seconds[W]])
+    rates = {m: [tokens[m] / (s - p) for s, p in zip(seconds[m], prefill)] for m in ("ntp", "sbd")}   # tokens/s, a round each
+    for mode, rate in rates.items():
+        print(f"  {mode:8s} {statistics.median(rate):9.1f} tokens/s behind the prefill, {tokens[mode]} tokens in {nfe[mode]} forwards")
     nfe_speedup = tokens["sbd"] / nfe["sbd"]
-    wall = (tokens["sbd"] / seconds["sbd"]) / (tokens["ntp"] / seconds["ntp"])
-    predicted = equation_16(times[1], times[k], times[2 * k], k, nfe_speedup)
-    print(f"  NFE speedup {nfe_speedup:.2f}, wall-clock speedup {wall:.2f}, Eq. 16 predicts {predicted:.2f}: {wall / predicted:.2f} of it")
-    return dict(nfe_speedup=nfe_speedup, wall_clock=wall, eq16=predicted, tokens_per_s={m: tokens[m] / seconds[m] for m in runs}, forward_s=times)
+    wall = [s / n for s, n in zip(rates["sbd"], rates["ntp"])]
+    predicted = [equation_16(*t, k, nfe_speedup) for t in zip(seconds[1], seconds[k], seconds[2 * k])]
+    share = statistics.median(w / p for w, p in zip(wall, predicted))
+    print(f"  NFE speedup {nfe_speedup:.2f}, wall-clock speedup {statistics.median(wall):.2f}, Eq. 16 predicts "
+          f"{statistics.median(predicted):.2f}: {share:.2f} of it (medians over rounds)")
+    return dict(nfe_speedup=nfe_speedup, wall_clock=statistics.median(wall), eq16=statistics.median(predicted), share=share,
+                tokens_per_s={m: statistics.median(r) for m, r in rates.items()})
 
 
 def bench_training(model, batch_size, seq_len, block_size, repeats) -> dict:

@@ -5,8 +5,8 @@ in them already. Every rule is monotone in the number revealed, so each row's ch
 
 Shapes: B batch, k block positions, V vocabulary. `masked` marks the positions still masked.
 """
+import numpy as np
 import torch
-import torch.nn.functional as F
 
 
 def distribution(logits, temperature=0.0, top_k=None, top_p=None):
@@ -48,74 +48,72 @@ def eb_select(logits, masked, gamma):
 
     logits (k, V) or (B, k, V), masked (k,) or (B, k) bool, gamma nats -> bool like masked, True = reveal.
     """
-    return eb_rule(distribution(logits), masked, gamma)
+    return select(eb_rule, logits, masked, gamma)
 
 
 def eb_confidence_select(logits, masked, gamma):
     """Eq. 18 (B.1): in order of falling confidence, the largest s with sum - max of the first s entropies <= gamma."""
-    return eb_confidence_rule(distribution(logits), masked, gamma)
+    return select(eb_confidence_rule, logits, masked, gamma)
 
 
 def factor_select(logits, masked, factor):
     """Fast-dLLM's factor rule: the largest n with (n + 1)(1 - c_n) < factor, or 1. B.1 prints c_n for 1 - c_n."""
-    return factor_rule(distribution(logits), masked, factor)
+    return select(factor_rule, logits, masked, factor)
 
 
 def threshold_select(logits, masked, threshold):
     """Fast-dLLM's threshold rule: every position with confidence >= threshold, and at least the most confident."""
-    return threshold_rule(distribution(logits), masked, threshold)
+    return select(threshold_rule, logits, masked, threshold)
 
 
-# The same rules from probabilities (..., k, V), so that the decoding loop computes those once.
-
-def eb_rule(p, masked, gamma):
-    H = entropy_of(p)
-
-    def good(order, n):   # the sum excludes the s-th: shifted, since subtracting it again would round small ones away
-        return F.pad(sorted_by(H, order, masked)[..., :-1].cumsum(-1), (1, 0)) <= gamma
-
-    return first_of_order(H.masked_fill(~masked, torch.inf), masked, good)
+def select(rule, logits, masked, bound):
+    p = distribution(logits)
+    H, c, on_host = (t.cpu().numpy() for t in (entropy_of(p), p.amax(-1), masked))
+    return torch.from_numpy(rule(H, c, on_host, bound)).to(masked.device)
 
 
-def eb_confidence_rule(p, masked, gamma):
-    H = entropy_of(p)
+# The rules themselves see entropies H and confidences c, NumPy arrays (..., k): a few numbers a row that the decoding
+# loop has to fetch from the device anyway, and for which a dozen kernel launches would be too many.
 
-    def good(order, n):
-        taken = sorted_by(H, order, masked)
-        return taken.cumsum(-1) - taken.cummax(-1).values <= gamma
+def eb_rule(H, c, masked, gamma):
+    def good(order):   # the sum excludes the s-th: shifted, since subtracting it again would round small ones away
+        total = np.cumsum(taken(H, order, masked), -1)
+        return np.concatenate((np.zeros_like(total[..., :1]), total[..., :-1]), -1) <= gamma
 
-    return first_of_order(-confidence(p, masked), masked, good)
-
-
-def factor_rule(p, masked, factor):
-    c = confidence(p, masked)
-    return first_of_order(-c, masked, lambda order, n: (n + 1) * (1 - sorted_by(c, order, masked)) < factor)
+    return first_of_order(H, masked, good)
 
 
-def threshold_rule(p, masked, threshold):
-    c = confidence(p, masked)
-    return first_of_order(-c, masked, lambda order, n: sorted_by(c, order, masked) >= threshold)
+def eb_confidence_rule(H, c, masked, gamma):
+    def good(order):
+        h = taken(H, order, masked)
+        return np.cumsum(h, -1) - np.maximum.accumulate(h, -1) <= gamma
+
+    return first_of_order(-c, masked, good)
 
 
-def confidence(p, masked):
-    """c = max_v p(v), below every real one where nothing is masked."""
-    return p.amax(-1).masked_fill(~masked, -torch.inf)
+def factor_rule(H, c, masked, factor):
+    n = np.arange(1, c.shape[-1] + 1, dtype=c.dtype)
+    return first_of_order(-c, masked, lambda order: (n + 1) * (1 - taken(c, order, masked)) < factor)
 
 
-def sorted_by(values, order, masked):
+def threshold_rule(H, c, masked, threshold):
+    return first_of_order(-c, masked, lambda order: taken(c, order, masked) >= threshold)
+
+
+def taken(values, order, masked):
     """values in `order`, 0 where the position is not masked (those come last in every order)."""
-    return values.masked_fill(~masked, 0).gather(-1, order)
+    return np.take_along_axis(np.where(masked, values, values.dtype.type(0)), order, -1)
 
 
 def first_of_order(key, masked, good):
-    """Reveal the masked positions of smallest `key` for as long as good(order, n) holds, at least one.
-
-    key (..., k); ties go to the leftmost position; n = 1, 2, ..., k counts along the order.
-    """
-    order = key.sort(dim=-1, stable=True).indices
-    n = torch.arange(1, key.shape[-1] + 1, device=key.device)
-    keep = good(order, n).cummin(-1).values | (n == 1)      # stops at the first failure
-    return torch.zeros_like(masked).scatter(-1, order, keep) & masked
+    """Reveal the masked positions of smallest key (..., k) for as long as good(order) holds, at least one; ties go to
+    the leftmost position."""
+    order = np.argsort(np.where(masked, key, np.inf), -1, kind="stable")
+    keep = np.logical_and.accumulate(good(order), -1)           # stops at the first failure
+    keep[..., 0] = True
+    reveal = np.empty_like(masked)
+    np.put_along_axis(reveal, order, keep, -1)
+    return reveal & masked
 
 
 SAMPLERS = {"eb": eb_rule, "eb-confidence": eb_confidence_rule, "factor": factor_rule, "threshold": threshold_rule}

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import trace
-from eb_sampler import SAMPLERS, distribution
+from eb_sampler import SAMPLERS, distribution, entropy_of
 from kv_cache import KVCache, cached_attend, window
 from model import PRESETS, Llama, compile_layers
 from tokenizer import Tokenizer
@@ -94,11 +94,12 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
     took part. Arguments as in `generate`; rows leave the batch as they end.
     """
     check_request(model, prompts, block_size, gamma, max_new_tokens, mode, hedges, temperature, top_k, top_p, sampler, factor, threshold)
+    model.fuse()
     config, weight = model.config, model.lm_head.weight
     device, k = weight.device, 1 if mode == "ntp" else block_size
     stop_ids, select_rule = frozenset(stop_ids), SAMPLERS[sampler]
     bound = {"factor": factor, "threshold": threshold}.get(sampler, gamma)
-    seed = seed if seed is not None else int(torch.seed() % 2 ** 62)
+    seed = seed if seed is not None else int.from_bytes(os.urandom(7), "big")
     rows = [Row(i, min(max_new_tokens, config.max_position_embeddings - len(p)),
                 torch.Generator().manual_seed(seed + i) if temperature else None) for i, p in enumerate(prompts)]
     scratch = 2 * k if mode == "sbd" else k + k * min(hedges, k)
@@ -116,9 +117,9 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
         return logits
 
     def fetch(*tensors):
-        """Tensors of B rows -> per row a list of floats, in one transfer: the only wait for the device in a forward."""
-        values = torch.cat([t.reshape(len(rows), -1).double() for t in tensors], 1).tolist()
-        if not all(map(math.isfinite, itertools.chain.from_iterable(values))):
+        """Tensors of B rows -> float64 array (B, ...), in one transfer: the only wait for the device in a forward."""
+        values = torch.cat([t.reshape(len(rows), -1).double() for t in tensors], 1).cpu().numpy()
+        if not np.isfinite(values).all():
             raise ValueError(f"the model's logits are not finite in {weight.dtype}: try --dtype=float32, or check the weights")
         return values
 
@@ -136,7 +137,6 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
         hidden = forward(tokens, num_causal, blocks)
         cache.commit(num_causal)
         n = max(map(len, places))
-        masked = torch.tensor([[True] * len(p) + [False] * (n - len(p)) for p in places]).to(device)
         index = torch.tensor([[c + i for i in p] + [0] * (n - len(p)) for c, p in zip(num_causal, places)]).to(device)
         logits = logits_of(at(hidden, index))                      # (B, n, V), n the most masks of a row
         p = distribution(logits, temperature, top_k, top_p)
@@ -145,11 +145,14 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
             token = draw(p, torch.nn.utils.rnn.pad_sequence(u, batch_first=True).to(device))
         else:
             token = logits.argmax(-1)
-        reveal = select_rule(p, masked, bound)
-        for row, place, (*shown, _) in zip(rows, places, fetch(torch.where(reveal, token, -1), p[..., 0].sum(-1))):
+        token, H, c = np.split(fetch(token, entropy_of(p), p.amax(-1)), 3, -1)   # (B, n)
+        masked = np.array([[True] * len(p) + [False] * (n - len(p)) for p in places])
+        exact = np.float64 if p.dtype == torch.float64 else np.float32
+        reveal = select_rule(H.astype(exact), c.astype(exact), masked, bound)
+        for row, place, ids, shown in zip(rows, places, token.astype(int).tolist(), reveal.tolist()):
             row.nfe += 1
             start = len(row.tokens) - next((i for i, t in enumerate(row.block) if t is None), k)
-            revealed = [(start + i, int(t)) for i, t in zip(place, shown) if t >= 0]
+            revealed = [(start + i, t) for i, t, show in zip(place, ids, shown) if show]
             for i, t in revealed:
                 row.block[i - start] = t
             known = list(itertools.takewhile(lambda t: t is not None, row.block))
@@ -209,7 +212,7 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
                 c = (best - logits.to(best.dtype).logsumexp(-1)).exp()
             results += [match.any(-1), token, c]
         steps = []
-        for row, (a, following, _, *new) in zip(rows, fetch(*results)):
+        for row, (a, following, _, *new) in zip(rows, fetch(*results).tolist()):
             row.nfe += 1
             start, a = len(row.tokens), int(a)
             final = row.extend([row.next, *row.draft[:a]], stop_ids)
@@ -227,7 +230,7 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
         logits = logits_of(at(hidden, torch.tensor(lengths)[:, None].to(device) - 1))[:, 0]
         first = draw(distribution(logits, temperature, top_k, top_p), torch.cat([r.uniforms(1) for r in rows]).to(device)) \
             if temperature else logits.argmax(-1)
-        for row, (token, _) in zip(rows, fetch(first, logits.amax(-1))):
+        for row, (token, _) in zip(rows, fetch(first, logits.amax(-1)).tolist()):
             row.next = int(token)
     del hidden
     q = None                                                       # the drafts' distributions (B, k - 1, V)

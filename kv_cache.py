@@ -65,18 +65,21 @@ def window(cache: KVCache, num_causal: list, blocks: list, block_size: int) -> W
     end, S = int(lengths.max()) + W, cache.k.shape[3]
     if end > S:
         raise ValueError(f"the cache holds {S} tokens a row and this window needs {end}: allocate a longer cache")
-    place = np.tile(np.arange(W), (B, 1))                                        # position behind `lengths`
-    seen, block = place + 1, np.full((B, W), -1)                                 # as for causal tokens; padding too
-    for b in range(B):
-        for n, a in enumerate(blocks[b]):
-            at = slice(num_causal[b] + n * block_size, num_causal[b] + (n + 1) * block_size)
-            seen[b, at], block[b, at], place[b, at] = a, n, a + np.arange(block_size)
     device, dtype = cache.k.device, cache.k.dtype
+    place = np.tile(np.arange(W), (B, 1))                                        # position behind `lengths`
+    for row, c, sees in zip(place, num_causal, blocks):
+        for n, a in enumerate(sees):
+            row[c + n * block_size:c + (n + 1) * block_size] = range(a, a + block_size)
     start, ragged = int(lengths[0, 0]), bool((lengths != lengths[0]).any())
     slots = torch.from_numpy(lengths + np.arange(W)).to(device) if ragged else slice(start, start + W)
     causal, mask = end == W and not any(blocks), None
-    one_block = not any(num_causal) and all(len(a) == 1 for a in blocks)
+    one_block = not any(num_causal) and all(len(sees) == 1 for sees in blocks)
     if not causal and (ragged or not (W == 1 or one_block)):
+        seen, block = np.tile(np.arange(1, W + 1), (B, 1)), np.full((B, W), -1)  # as for causal tokens; padding too
+        for b, (c, sees) in enumerate(zip(num_causal, blocks)):
+            for n, a in enumerate(sees):
+                seen[b, c + n * block_size:c + (n + 1) * block_size] = a
+                block[b, c + n * block_size:c + (n + 1) * block_size] = n
         key = np.arange(end) - lengths                                           # (B, end) a slot's place in the window
         owner = np.take_along_axis(block, key.clip(0, W - 1), 1)
         owner[(key < 0) | (key >= W)] = -1

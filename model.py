@@ -8,6 +8,7 @@ Shapes: B batch, T tokens of a forward, V vocabulary, H query heads, Hkv key/val
 dimension, C hidden size.
 """
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -122,7 +123,18 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.to(self.weight.dtype), self.size, self.weight, self.eps)   # float32 under autocast
 
 
+def together(module, x):
+    """x through the linears named by module.TOGETHER: by one product where Llama.fuse has laid their weights out so."""
+    linears = [getattr(module, name) for name in module.TOGETHER]
+    fused = module.fused
+    if fused is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or fused.data_ptr() != linears[0].weight.data_ptr():
+        return [linear(x) for linear in linears]   # training, or weights that were replaced since
+    return F.linear(x, fused).split([linear.out_features for linear in linears], -1)
+
+
 class Attention(nn.Module):
+    TOGETHER, fused = ("q_proj", "k_proj", "v_proj"), None
+
     def __init__(self, c: LlamaConfig):
         super().__init__()
         self.head_dim = c.head_dim
@@ -136,9 +148,7 @@ class Attention(nn.Module):
 
     def qkv(self, x, cos, sin):
         B, T = cos.shape[:2]
-        q = self.q_proj(x).view(B, T, -1, self.head_dim)                       # (B, T, H, D)
-        k = self.k_proj(x).view(B, T, -1, self.head_dim)                       # (B, T, Hkv, D)
-        v = self.v_proj(x).view(B, T, -1, self.head_dim)                       # (B, T, Hkv, D)
+        q, k, v = (y.view(B, T, -1, self.head_dim) for y in together(self, x))  # (B, T, H or Hkv, D)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         # Under autocast, norms and angles promote q and k to float32: attention gets one dtype, that of v.
@@ -147,6 +157,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    TOGETHER, fused = ("gate_proj", "up_proj"), None
+
     def __init__(self, c: LlamaConfig):
         super().__init__()
         self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
@@ -154,7 +166,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = together(self, x)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -199,6 +212,19 @@ class Llama(nn.Module):
     def tie_weights(self):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    @torch.inference_mode(False)   # the weights stay ones that can be trained
+    @torch.no_grad()
+    def fuse(self):
+        """Lay q, k, v and gate, up of each layer out as one matrix each, of which the parameters become views: a
+        forward of few tokens then pays for four products a layer in place of seven. Decoding calls it; done once."""
+        for layer in self.model.layers:
+            for module in (layer.self_attn, layer.mlp):
+                weights = [getattr(module, name).weight for name in module.TOGETHER]
+                if module.fused is None or module.fused.data_ptr() != weights[0].data_ptr():
+                    module.fused = torch.cat(weights)
+                    for weight, part in zip(weights, module.fused.split([len(w) for w in weights])):
+                        weight.data = part
 
     def hidden(self, tokens, positions=None, attend=None):
         """tokens (B, T), positions (T,) or (B, T), default 0..T-1 -> hidden states before the head (B, T, C)."""
@@ -277,6 +303,23 @@ def compile_layers(model: Llama, dynamic=None) -> Llama:
     return model
 
 
+ROPE_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@functools.lru_cache
+@torch.inference_mode(False)
+def rotary_frequency(head_dim, theta, llama3, dtype, device):
+    """(D/2,) radians a position; the same for every forward, so computed once."""
+    half = torch.arange(0, head_dim, 2, dtype=dtype, device=device)
+    frequency = 1 / theta ** (half / head_dim)
+    factor, low, high, context = llama3
+    if factor is not None:   # "llama3": slow waves are stretched by `factor`, fast ones kept, smooth in between
+        turns = context * frequency / (2 * math.pi)   # in the original context
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (keep + (1 - keep) / factor)
+    return frequency
+
+
 def rotary(config: LlamaConfig, positions, dtype):
     """Cosines and signed sines of the rotary angles of positions (B, T), each (B, T, 1, D), in `dtype`.
 
@@ -284,13 +327,8 @@ def rotary(config: LlamaConfig, positions, dtype):
     taken in float32 as when the weights were trained, in float64 for a float64 model.
     """
     high = torch.float64 if dtype == torch.float64 else torch.float32
-    half = torch.arange(0, config.head_dim, 2, dtype=high, device=positions.device)
-    frequency = 1 / config.rope_theta ** (half / config.head_dim)               # (D/2,) radians a position
-    if config.rope_scaling:   # "llama3": slow waves are stretched by `factor`, fast ones kept, smooth in between
-        s = config.rope_scaling
-        turns = s["original_max_position_embeddings"] * frequency / (2 * math.pi)   # in the original context
-        keep = ((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])).clamp(0, 1)
-        frequency = frequency * (keep + (1 - keep) / s["factor"])
+    s = config.rope_scaling or {}
+    frequency = rotary_frequency(config.head_dim, config.rope_theta, tuple(s.get(key) for key in ROPE_LLAMA3), high, positions.device)
     angle = positions[..., None].to(high) * frequency                           # (.., T, D/2)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     shape = (-1, positions.shape[-1], 1, config.head_dim)
