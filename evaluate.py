@@ -25,7 +25,7 @@ import torch
 from data.bin import Batch, Dataset, batch, pack, targets
 from data.word_problems.prepare import grade, problems
 from eb_sampler import SAMPLERS
-from generate import TextStream, decode, load
+from generate import TextStream, decode, generate, load
 from model import PRESETS, Llama, write_whole
 from sbd_loss import LOGITS, mask_tokens, ntp_targets, sbd_loss
 from tokenizer import Tokenizer, any_of
@@ -565,6 +565,9 @@ def main(argv=None):
         models[shipped.name] = verified, Tokenizer.from_pretrained(shipped)
         cells[shipped.name] = [NTP, *(c | dict(block_size=32) for c in VERIFIED)]
     cells |= {name: [NTP] for name in models if models[name][0].config.mask_id is None}
+    for name, (model, _) in models.items():
+        for cell in cells[name]:                                           # refuses what cannot be decoded before anything is
+            generate(model, [[0]], max_new_tokens=0, **cell)
     compare(args, models, cells)
 
 

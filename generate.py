@@ -93,7 +93,8 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
     """Algorithms 2 and 3 and method section 10: a generator over forwards, each yielding one Step for every row that
     took part. Arguments as in `generate`; rows leave the batch as they end.
     """
-    check_request(model, prompts, block_size, gamma, max_new_tokens, mode, hedges, temperature, top_k, top_p, sampler, factor, threshold)
+    check_options(block_size, gamma, max_new_tokens, mode, hedges, temperature, top_k, top_p, sampler, factor, threshold)
+    check_prompts(model.config, prompts, mode, block_size)
     model.fuse()
     config, weight = model.config, model.lm_head.weight
     device, k = weight.device, 1 if mode == "ntp" else block_size
@@ -283,14 +284,10 @@ def generate(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_
     return [rows.get(i) or Row(i, 0, None) for i in range(len(prompts))]
 
 
-def check_request(model, prompts, block_size, gamma, max_new_tokens, mode, hedges, temperature, top_k, top_p, sampler, factor, threshold):
-    c = model.config
-    longest = max(map(len, prompts), default=0)
-    for good, message in (
+def check_options(block_size, gamma, max_new_tokens, mode, hedges, temperature, top_k, top_p, sampler, factor, threshold):
+    """What can be refused without a model."""
+    refuse_unless(
         (mode in ("sbd", "ntp", "verified"), f"mode {mode!r}: wanted sbd, ntp or verified"),
-        (prompts and all(map(len, prompts)), "an empty prompt: give at least one token (text, or the tokenizer's BOS)"),
-        (longest < c.max_position_embeddings, f"a prompt of {longest} tokens leaves no room in the model's context of {c.max_position_embeddings}: shorten it"),
-        (all(0 <= t < c.vocab_size for p in prompts for t in p), f"a prompt id is outside the vocabulary, 0 to {c.vocab_size - 1}: is this the model's tokenizer?"),
         (block_size >= 1, f"block_size {block_size}: wanted at least 1"),
         (gamma >= 0, f"gamma {gamma}: wanted an entropy of 0 nats or more"),
         (max_new_tokens >= 0, f"max_new_tokens {max_new_tokens}: wanted at least 0"),
@@ -300,10 +297,24 @@ def check_request(model, prompts, block_size, gamma, max_new_tokens, mode, hedge
         (top_p is None or 0 < top_p <= 1, f"top_p {top_p}: wanted more than 0 and at most 1"),
         (sampler in SAMPLERS, f"sampler {sampler!r}: wanted {', '.join(SAMPLERS)}"),
         (factor >= 0, f"factor {factor}: wanted 0 or more"),
-        (0 <= threshold <= 1, f"threshold {threshold}: wanted 0 to 1"),
-        (c.mask_id is not None or mode == "ntp" or (mode == "verified" and block_size == 1),
-         "the model names no mask token: give mask_id, an id of its vocabulary that text never uses"),
-    ):
+        (0 <= threshold <= 1, f"threshold {threshold}: wanted 0 to 1"))
+
+
+def check_prompts(config, prompts, mode, block_size):
+    """What a model cannot continue."""
+    longest = max(map(len, prompts), default=0)
+    refuse_unless(
+        (prompts and all(map(len, prompts)), "an empty prompt: give at least one token (text, or the tokenizer's BOS)"),
+        (longest < config.max_position_embeddings,
+         f"a prompt of {longest} tokens leaves no room in the model's context of {config.max_position_embeddings}: shorten it"),
+        (all(0 <= t < config.vocab_size for p in prompts for t in p),
+         f"a prompt id is outside the vocabulary, 0 to {config.vocab_size - 1}: is this the model's tokenizer?"),
+        (config.mask_id is not None or mode == "ntp" or (mode == "verified" and block_size == 1),
+         "the model names no mask token: give mask_id, an id of its vocabulary that text never uses"))
+
+
+def refuse_unless(*checks):
+    for good, message in checks:
         if not good:
             raise ValueError(message)
 
@@ -418,6 +429,9 @@ def main():
     args = parse()
     args.mode = args.mode or ("verified" if args.gamma is None else "sbd")
     args.gamma = 0.1 if args.gamma is None else args.gamma
+    options = {name: getattr(args, name) for name in ("block_size", "gamma", "max_new_tokens", "mode", "hedges", "temperature", "top_k",
+                                                      "top_p", "sampler", "factor", "threshold")}
+    check_options(**options)
     text = read_prompt(args)
     if args.num_samples < 1:
         raise ValueError(f"--num_samples {args.num_samples}: wanted at least 1")
@@ -430,13 +444,11 @@ def main():
     if demo:
         from data.word_problems.prepare import problems
         text = problems("val", 4)[3].prompt
+    options |= dict(stop_ids=model.config.stop_ids, seed=args.seed)
     if args.chat:
         ids = tokenizer.apply_chat_template([dict(role="user", content=text)])
     else:
         ids = ([tokenizer.bos_id] if tokenizer.bos_id is not None else []) + tokenizer.encode(text)
-    options = dict(block_size=args.block_size, gamma=args.gamma, max_new_tokens=args.max_new_tokens, stop_ids=model.config.stop_ids,
-                   mode=args.mode, hedges=args.hedges, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-                   seed=args.seed, sampler=args.sampler, factor=args.factor, threshold=args.threshold)
     color = sys.stdout.isatty()
     show = demo or (args.show and color)
     if demo:

@@ -7,7 +7,7 @@ Both run over the same Llama and KVCache as generate.py, one text at a time, so 
 """
 import torch
 
-from generate import Row, check_request
+from generate import Row, check_prompts
 from kv_cache import KVCache, cached_attend, window
 
 
@@ -27,7 +27,7 @@ def speculate(model, prompt, propose, max_new_tokens=256, stop_ids=()) -> Row:
 
     nfe counts the forwards of `model` as method section 5 does; the draft's own cost is in the seconds only.
     """
-    check_request(model, [prompt], 1, 0.0, max_new_tokens, "ntp", 1, 0.0, None, None, "eb", 0.0, 0.0)
+    check_prompts(model.config, [prompt], "ntp", 1)
     row = Row(0, min(max_new_tokens, model.config.max_position_embeddings - len(prompt)), None)
     cache = KVCache(model.config, 1, model.config.max_position_embeddings, model.lm_head.weight.device, model.lm_head.weight.dtype)
     following = extend(model, cache, prompt)[-1]

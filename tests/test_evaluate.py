@@ -230,7 +230,7 @@ def test_smollm2_as_published_is_evaluated_and_called_untrained(tmp_path, capsys
     (["--init_from=nowhere"], "nowhere"), (["--device=quantum"], "quantum"), (["--tasks=x", "--plot"], "neither --tasks nor --dataset")])
 def test_bad_input_is_one_line(options, words, tmp_path):
     with pytest.raises((ValueError, OSError)) as error:
-        evaluate.main([f"--init_from={TINY}", f"--out_dir={tmp_path}", "--device=cpu", *options])
+        evaluate.main([f"--init_from={TINY}", f"--out_dir={tmp_path}", "--device=cpu", "--limit=3", *options])
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
@@ -259,6 +259,7 @@ def data(tmp_path):
     return tmp_path / "set", documents
 
 
+@torch.no_grad()
 def test_ntp_loss_is_the_mean_over_all_targets_one_document_at_a_time(data):
     model, _ = random_model()
     folder, documents = data
@@ -273,6 +274,7 @@ def test_ntp_loss_is_the_mean_over_all_targets_one_document_at_a_time(data):
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
+@torch.no_grad()
 def test_matp_loss_of_hidden_blocks_is_block_by_block_prediction(data, k):
     """All masked: each block in a forward of its own, behind the clean text before it and as long as the text goes on."""
     model, _ = random_model()
@@ -355,10 +357,10 @@ def test_a_local_task_scores_what_our_own_count_gives(offline, tmp_path, capsys)
 @torch.no_grad()
 def test_likelihoods_are_those_of_one_forward_each(harness_model):
     model, tokenizer = tiny()
-    p = problems("val", 3)
-    requests = [(q.prompt, q.solution[:n]) for q in p for n in (1, 20, 60)] + [("", p[0].prompt), (p[0].prompt + " ", "x y")]
+    requests = [(q.prompt[:q.prompt.index(".") + 1], q.prompt[q.prompt.index(".") + 1:][:n]) for q in problems("val", 3) for n in (4, 20, 60)]
+    requests += [("", "Mia has 4 apples."), ("Mia has 4 ", "apples")]           # the harness counts the blank as continuation
     for (before, after), (score, greedy) in zip(requests, harness_model.ask("loglikelihood", *requests)):
-        context = tokenizer.encode(before.rstrip()) if before else [tokenizer.eos_id]      # the harness counts white space as continuation
+        context = tokenizer.encode(before.rstrip()) if before else [tokenizer.eos_id]
         whole = tokenizer.encode(before + after) if before else context + tokenizer.encode(after)
         assert whole[:len(context)] == context
         logp = model(torch.tensor([whole]))[0, len(context) - 1:-1].log_softmax(-1)
