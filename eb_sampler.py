@@ -19,7 +19,8 @@ def distribution(logits, temperature=0.0, top_k=None, top_p=None):
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
         return logits.softmax(-1)
-    p = (logits / temperature).softmax(-1)
+    logits = logits - logits.amax(-1, keepdim=True)   # a tiny temperature must not overflow
+    p = (logits / max(temperature, 1e-30)).softmax(-1)
     if top_k is None and top_p is None:
         return p
     ranked, ids = p.sort(dim=-1, descending=True, stable=True)
@@ -66,6 +67,7 @@ def threshold_select(logits, masked, threshold):
     return select(threshold_rule, logits, masked, threshold)
 
 
+@torch.no_grad()
 def select(rule, logits, masked, bound):
     p = distribution(logits)
     H, c, on_host = (t.cpu().numpy() for t in (entropy_of(p), p.amax(-1), masked))

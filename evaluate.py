@@ -288,7 +288,7 @@ def verdict(name, batches, ntp, matp):
     two, where a trained model is about as good as NTP, and an untrained one no better than a guess by frequency."""
     counts = torch.cat([b.tokens[b.loss_mask] for b in batches]).unique(return_counts=True)[1].double()
     guess = -float((counts / counts.sum()).log() @ (counts / counts.sum()))
-    figures = f"{matp:.3f} nats a masked token in blocks of 2, half masked; next-token loss {ntp:.3f}, a guess by frequency {guess:.3f}"
+    figures = f"{matp:.3g} nats a masked token in blocks of 2, half masked; next-token loss {ntp:.3g}, a guess by frequency {guess:.3g}"
     if matp > min(guess, (ntp + guess) / 2):
         return f"{name} is no SBD model: its masked-token predictions are UNTRAINED ({figures}); of its figures only those of ntp mean anything."
     return f"{name} predicts masked tokens: {figures}."

@@ -73,7 +73,7 @@ class Step:
     start: int                                    # position of the block's first place, or of the first final token
     block: list                                   # sbd: the block after this forward, None = masked
     drafted: list = field(default_factory=list)   # verified: the draft that this forward checked
-    accepted: int = 0                             # verified: how many of its tokens were kept
+    accepted: int = 0                             # verified: how many of its tokens NTP agreed with
 
 
 def draw(p, u):
@@ -98,7 +98,7 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
     model.fuse()
     config, weight = model.config, model.lm_head.weight
     device, k = weight.device, 1 if mode == "ntp" else block_size
-    stop_ids, select_rule = frozenset(stop_ids), SAMPLERS[sampler]
+    stop_ids, select_rule = frozenset(map(int, stop_ids)), SAMPLERS[sampler]
     bound = {"factor": factor, "threshold": threshold}.get(sampler, gamma)
     seed = seed if seed is not None else int.from_bytes(os.urandom(7), "big")
     rows = [Row(i, min(max_new_tokens, config.max_position_embeddings - len(p)),
@@ -494,3 +494,6 @@ if __name__ == "__main__":
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:   # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

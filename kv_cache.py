@@ -35,7 +35,10 @@ class KVCache:
 
     def commit(self, n) -> None:
         """Keep the first n (B,) causal tokens of the last window."""
-        self.lengths = self.lengths + torch.as_tensor(n, dtype=torch.int64)
+        n = torch.as_tensor(n, dtype=torch.int64, device="cpu")
+        if n.shape != self.lengths.shape or (n < 0).any() or (self.lengths + n > self.k.shape[3]).any():
+            raise ValueError(f"cannot commit {n.tolist()} tokens to rows of {self.lengths.tolist()} in a cache of {self.k.shape[3]}")
+        self.lengths = self.lengths + n
 
     def keep(self, rows: list) -> None:
         """Drop all rows but these, in ascending order; one layer is copied at a time."""

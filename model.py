@@ -123,17 +123,42 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.to(self.weight.dtype), self.size, self.weight, self.eps)   # float32 under autocast
 
 
-def together(module, x):
-    """x through the linears named by module.TOGETHER: by one product where Llama.fuse has laid their weights out so."""
-    linears = [getattr(module, name) for name in module.TOGETHER]
-    fused = module.fused
-    if fused is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or fused.data_ptr() != linears[0].weight.data_ptr():
-        return [linear(x) for linear in linears]   # training, or weights that were replaced since
-    return F.linear(x, fused).split([linear.out_features for linear in linears], -1)
+class Together(nn.Module):
+    """Linears of one input, named by `names`, that decoding runs as one product where `fuse` has laid them out so."""
+    names, fused, parts = (), None, ()
+
+    def is_fused(self):
+        """Whether the weights still are the rows of `fused`: none was replaced, wrapped or given a hook since."""
+        linears = [getattr(self, name) for name in self.names]
+        return self.fused is not None and all(
+            type(linear) is nn.Linear and not linear._forward_hooks and linear.weight.data_ptr() == part.data_ptr()
+            for linear, part in zip(linears, self.parts))
+
+    @torch.inference_mode(False)   # the weights stay ones that can be trained
+    @torch.no_grad()
+    def fuse(self):
+        """Copy the weights into one matrix, of which they become views; done once."""
+        linears = [getattr(self, name) for name in self.names]
+        if self.is_fused() or not all(type(linear) is nn.Linear for linear in linears) or len({linear.weight.dtype for linear in linears}) > 1:
+            return
+        self.fused = torch.cat([linear.weight for linear in linears])
+        self.parts = self.fused.split([linear.out_features for linear in linears])
+        for linear, part in zip(linears, self.parts):
+            linear.weight.data = part
+
+    def together(self, x):
+        """x (N, C) through each of the linears."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self.is_fused():
+            return [getattr(self, name)(x) for name in self.names]
+        return F.linear(x, self.fused).split([len(part) for part in self.parts], -1)
+
+    def _apply(self, fn, recurse=True):
+        self.fused, self.parts = None, ()   # .to() and its like give every weight a place of its own
+        return super()._apply(fn, recurse)
 
 
-class Attention(nn.Module):
-    TOGETHER, fused = ("q_proj", "k_proj", "v_proj"), None
+class Attention(Together):
+    names = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, c: LlamaConfig):
         super().__init__()
@@ -148,7 +173,7 @@ class Attention(nn.Module):
 
     def qkv(self, x, cos, sin):
         B, T = cos.shape[:2]
-        q, k, v = (y.view(B, T, -1, self.head_dim) for y in together(self, x))  # (B, T, H or Hkv, D)
+        q, k, v = (y.view(B, T, -1, self.head_dim) for y in self.together(x))  # (B, T, H or Hkv, D)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         # Under autocast, norms and angles promote q and k to float32: attention gets one dtype, that of v.
@@ -156,8 +181,8 @@ class Attention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)         # (B, H or Hkv, T, D)
 
 
-class MLP(nn.Module):
-    TOGETHER, fused = ("gate_proj", "up_proj"), None
+class MLP(Together):
+    names = ("gate_proj", "up_proj")
 
     def __init__(self, c: LlamaConfig):
         super().__init__()
@@ -166,7 +191,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
     def forward(self, x):
-        gate, up = together(self, x)
+        gate, up = self.together(x)
         return self.down_proj(F.silu(gate) * up)
 
 
@@ -213,18 +238,12 @@ class Llama(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    @torch.inference_mode(False)   # the weights stay ones that can be trained
-    @torch.no_grad()
     def fuse(self):
-        """Lay q, k, v and gate, up of each layer out as one matrix each, of which the parameters become views: a
-        forward of few tokens then pays for four products a layer in place of seven. Decoding calls it; done once."""
+        """Lay q, k, v and gate, up of each layer out as one matrix each: a forward of few tokens then pays for four
+        products a layer in place of seven. Decoding calls it; the parameters stay what they are."""
         for layer in self.model.layers:
-            for module in (layer.self_attn, layer.mlp):
-                weights = [getattr(module, name).weight for name in module.TOGETHER]
-                if module.fused is None or module.fused.data_ptr() != weights[0].data_ptr():
-                    module.fused = torch.cat(weights)
-                    for weight, part in zip(weights, module.fused.split([len(w) for w in weights])):
-                        weight.data = part
+            layer.self_attn.fuse()
+            layer.mlp.fuse()
 
     def hidden(self, tokens, positions=None, attend=None):
         """tokens (B, T), positions (T,) or (B, T), default 0..T-1 -> hidden states before the head (B, T, C)."""

@@ -639,3 +639,38 @@ def test_a_cached_model_loads_offline_with_its_presets_mask_id(folder, monkeypat
     edit_json(folder / "config.json", mask_id=9)
     assert Llama.from_pretrained("smollm2-135m").config.mask_id == 9   # what the checkpoint stores wins
     assert seen[0] == "HuggingFaceTB/SmolLM2-135M-Instruct" and find_folder(folder) == folder
+
+
+@pytest.mark.parametrize("path", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"])
+def test_a_weight_replaced_after_decoding_counts(path):
+    """Llama.fuse lays weights out for decoding; one that is replaced, wrapped or hooked afterwards is never bypassed."""
+    model, x = Llama(LlamaConfig(**SMALL)).eval(), torch.tensor([[1, 2, 3]])
+    model.fuse()
+    linear = model.model.layers[0].get_submodule(path)
+    linear.weight.data = torch.randn_like(linear.weight)
+    fresh = Llama(LlamaConfig(**SMALL)).eval()
+    fresh.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), fresh(x))   # not bit for bit: rows of a larger matrix are aligned otherwise
+        model.fuse()
+        torch.testing.assert_close(model(x), fresh(x))
+        calls = []
+        linear.register_forward_hook(lambda *args: calls.append(1))
+        model(x)
+        assert calls
+
+
+def test_decoding_weights_follow_the_model_and_stay_trainable():
+    model, x = Llama(LlamaConfig(**SMALL)), torch.tensor([[1, 2, 3]])
+    with torch.inference_mode():
+        before = model(x)
+        model.fuse()
+        torch.testing.assert_close(model(x), before)
+    assert model.model.layers[0].mlp.is_fused()
+    model(x).sum().backward()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight -= weight.grad
+        fused = model(x)
+    torch.testing.assert_close(fused, model(x).detach())   # with gradients every linear runs on its own
+    assert not model.double().model.layers[0].mlp.is_fused()
