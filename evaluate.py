@@ -170,7 +170,7 @@ def plot(results, path, seed=0):
         line, = axes.plot(x, y, "k*" if name == "ntp" else "o-", markersize=10 if len(x) == 1 else 4, label=name)
         axes.fill_between(x, low, high, alpha=0.15, color=line.get_color(), linewidth=0)
         if len(x) == 1:
-            axes.errorbar(x, y, [y - low, high - y], color=line.get_color(), capsize=3)
+            axes.errorbar(x, y, np.stack((y - low, high - y)), color=line.get_color(), capsize=3)
     axes.set(xscale="log", xlabel="forwards a problem (mean NFE)", ylabel="accuracy, %")
     axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     axes.xaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))

@@ -128,11 +128,15 @@ class Together(nn.Module):
     names, fused, parts = (), None, ()
 
     def is_fused(self):
-        """Whether the weights still are the rows of `fused`: none was replaced, wrapped or given a hook since."""
-        linears = [getattr(self, name) for name in self.names]
-        return self.fused is not None and all(
-            type(linear) is nn.Linear and not linear._forward_hooks and linear.weight.data_ptr() == part.data_ptr()
-            for linear, part in zip(linears, self.parts))
+        """Whether the weights still are the rows of `fused`: none was replaced, wrapped or given a hook since.
+
+        Asked in every layer of every decoding forward, hence past nn.Module's slow attribute look-up.
+        """
+        for name, linear, pointer in self.parts:
+            weight = linear._parameters.get("weight")
+            if weight is None or weight.data_ptr() != pointer or self._modules[name] is not linear or linear._forward_hooks:
+                return False
+        return self.fused is not None
 
     @torch.inference_mode(False)   # the weights stay ones that can be trained
     @torch.no_grad()
@@ -141,16 +145,16 @@ class Together(nn.Module):
         linears = [getattr(self, name) for name in self.names]
         if self.is_fused() or not all(type(linear) is nn.Linear for linear in linears) or len({linear.weight.dtype for linear in linears}) > 1:
             return
-        self.fused = torch.cat([linear.weight for linear in linears])
-        self.parts = self.fused.split([linear.out_features for linear in linears])
-        for linear, part in zip(linears, self.parts):
+        self.fused, self.sizes = torch.cat([linear.weight for linear in linears]), [linear.out_features for linear in linears]
+        for linear, part in zip(linears, self.fused.split(self.sizes)):
             linear.weight.data = part
+        self.parts = tuple((name, linear, linear.weight.data_ptr()) for name, linear in zip(self.names, linears))
 
     def together(self, x):
         """x (N, C) through each of the linears."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self.is_fused():
             return [getattr(self, name)(x) for name in self.names]
-        return F.linear(x, self.fused).split([len(part) for part in self.parts], -1)
+        return F.linear(x, self.fused).split(self.sizes, -1)
 
     def _apply(self, fn, recurse=True):
         self.fused, self.parts = None, ()   # .to() and its like give every weight a place of its own
