@@ -213,9 +213,11 @@ def read_json(path):
 
 
 def fetch(name):
-    """The folder of a checkpoint: `name` itself, or the hub's `owner/name`, of which only these files are fetched."""
+    """The folder of a checkpoint: `name` itself, or that of a preset or the hub's `owner/name`: only these files."""
     if Path(name).is_dir():
         return Path(name)
+    from model import PRESETS   # only here: the names that stand for hub ids
+    name = PRESETS.get(str(name), (None, None))[1] or name
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name)):
         raise TokenizerError(f"{name} is no folder; give a checkpoint's folder or a hub id, owner/name")
     import huggingface_hub  # only here: a local folder needs no network library
