@@ -10,7 +10,6 @@ Shapes: k block size, W window tokens.
 """
 import argparse
 import json
-import os
 import statistics
 import sys
 import time

@@ -187,11 +187,11 @@ def compare(args, models, cells):
                    code=hashlib.sha256(b"".join((HERE / name).read_bytes() for name in code)).hexdigest(),
                    **{f"weights of {name}": weights_hash(model) for name, (model, _) in models.items()})
     found, before, notes = *read_results(path, options, args.overwrite), []
-    todo = [(name, cell) for name in models for cell in cells[name]]
-    results = [r for r in found if (r["model"], r["cell"]) in todo]
-    others = [r for r in found if (r["model"], r["cell"]) not in todo]
+    wanted_cells = [(name, cell) for name in models for cell in cells[name]]
+    results = [r for r in found if (r["model"], r["cell"]) in wanted_cells]
+    others = [r for r in found if (r["model"], r["cell"]) not in wanted_cells]
     if results:
-        print(f"{path} holds {len(results)} of {len(todo)} cells: going on from there", file=sys.stderr)
+        print(f"{path} holds {len(results)} of {len(wanted_cells)} cells: going on from there", file=sys.stderr)
 
     def save():
         summaries = summary(results, args.seed)
@@ -201,12 +201,12 @@ def compare(args, models, cells):
 
     path.parent.mkdir(parents=True, exist_ok=True)
     notes += [note(name, model, tokenizer, tasks[:64], args.seed) for name, (model, tokenizer) in models.items()]
-    missing = [job for job in todo if job not in [(r["model"], r["cell"]) for r in results]]
+    missing = [job for job in wanted_cells if job not in [(r["model"], r["cell"]) for r in results]]
     for i, (name, cell) in enumerate(missing):
         say = lambda cell, done: bar((i + done / len(tasks)) / len(missing), f"{name}: {label(cell)}", done == 0)
         result, = sweep(*models[name], tasks, [cell], args.batch_size, args.max_new_tokens, say)
         results.append(result | dict(model=name))
-        results.sort(key=lambda r: todo.index((r["model"], r["cell"])))
+        results.sort(key=lambda r: wanted_cells.index((r["model"], r["cell"])))
         save()
     timed = min(args.timed, len(tasks))
     if timed and not all("rate" in r and r["timed"] == timed for r in results):

@@ -418,7 +418,6 @@ def read_config(folder: Path, mask_id=None, override_mask_id=None) -> LlamaConfi
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     need(isinstance(rope, dict), f"{path} gives {rope!r} as its rope parameters, wanted a JSON object")
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    rope_keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     sliding = raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ())
     for bad, what in (
@@ -429,8 +428,8 @@ def read_config(folder: Path, mask_id=None, override_mask_id=None) -> LlamaConfi
             (raw.get("quantization_config"), "quantized weights"),
             (partial != 1.0, "partial rotary positions"),
             (rope_type not in ("default", "llama3"), f"rope type {rope_type!r}"),
-            (rope_type == "llama3" and not all(isinstance(rope.get(key), int | float) for key in rope_keys),
-             f"rope type llama3 without all of {', '.join(rope_keys)}")):
+            (rope_type == "llama3" and not all(isinstance(rope.get(key), int | float) for key in ROPE_LLAMA3),
+             f"rope type llama3 without all of {', '.join(ROPE_LLAMA3)}")):
         need(not bad, f"{path} asks for {what}; wanted plain Llama or Qwen-3 (no bias, full attention, rope default "
                       "or llama3): use another checkpoint")
     config = {f.name: raw[f.name] for f in dataclasses.fields(LlamaConfig) if raw.get(f.name) is not None}
@@ -439,7 +438,7 @@ def read_config(folder: Path, mask_id=None, override_mask_id=None) -> LlamaConfi
     config = dict(num_key_value_heads=raw["num_attention_heads"], tie_word_embeddings=False, rms_norm_eps=1e-6,
                   head_dim=128 if raw["model_type"] == "qwen3" else None) | config   # as transformers, where it is silent
     config["rope_theta"] = rope.get("rope_theta") or raw.get("rope_theta") or 10000.0
-    config["rope_scaling"] = {"rope_type": rope_type} | {k: rope[k] for k in rope_keys} if rope_type == "llama3" else None
+    config["rope_scaling"] = {"rope_type": rope_type} | {k: rope[k] for k in ROPE_LLAMA3} if rope_type == "llama3" else None
     generation = path.with_name("generation_config.json")   # instruct models list all their stop ids only there
     if generation.is_file() and (eos := read_json(generation).get("eos_token_id")) is not None:
         config["eos_token_id"] = eos
