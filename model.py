@@ -111,6 +111,8 @@ PRESETS = {   # name: family, hidden, intermediate, layers, heads, hub id
     # The shape of the shipped checkpoints/tiny-*, for data/word_problems' tokenizer.
     "tiny": (dict(vocab_size=512, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
                   num_key_value_heads=6, max_position_embeddings=2048, eos_token_id=510, mask_id=511), None),
+    "tiny-draft": (dict(vocab_size=512, hidden_size=96, intermediate_size=256, num_hidden_layers=2, num_attention_heads=3,
+                        num_key_value_heads=3, max_position_embeddings=2048, eos_token_id=510, mask_id=511), None),
 }
 
 

@@ -38,7 +38,7 @@ CHECKPOINTS = "step-" + "[0-9]" * 8
 # What a (seed, step) means, and what the weights are: a resumed run cannot change these.
 FIXED = ("recipe", "init_from", "dataset", "objective", "mask_id", "seed", "seq_len", "batch_size", "grad_accum",
          "block_size_min", "block_size_max", "full_mask_prob")
-CELLS = [dict(mode="sbd", block_size=k, gamma=0.1) for k in (8, 16)] + [dict(mode="verified", block_size=16, hedges=2)]
+CELLS = [dict(mode="sbd", block_size=k, gamma=0.1) for k in (8, 16)] + [dict(mode="verified", block_size=k, hedges=2) for k in (16, 24, 32)]
 
 
 def place(name):
@@ -363,7 +363,8 @@ def finish(model, args, tokenizer):
     if args.sample_problems and HERE / "data" / args.dataset == WORD_PROBLEMS:
         from data.word_problems.prepare import problems
         model = Llama.from_pretrained(args.out_dir, args.device, torch.float32)   # what was saved, and not compiled
-        cells = [dict(mode="ntp")] + (CELLS if args.objective == "sbd" else [])
+        longest = max(16, args.block_size_max) if args.objective == "sbd" else 0
+        cells = [dict(mode="ntp")] + [cell for cell in CELLS if cell["block_size"] <= longest]
         print(table(sweep(model, tokenizer, problems("val", args.sample_problems), cells)))
 
 

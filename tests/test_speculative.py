@@ -4,7 +4,7 @@ import torch
 
 from generate import generate
 from model import Llama, LlamaConfig
-from speculative import draft_model, prompt_lookup, speculate
+from speculative import compare, draft_model, main, prompt_lookup, speculate
 
 
 def random_model(seed, layers=2):
@@ -40,3 +40,21 @@ def test_prompt_lookup_finds_the_latest_place_of_the_longest_ngram():
     assert propose([5, 6, 7, 8, 5, 6, 9, 1, 5, 6]) == [9, 1]
     assert propose([6, 7, 8, 9, 4, 6]) == [7, 8]
     assert propose([1, 2, 3]) == []
+
+
+def test_the_comparison_is_over_the_same_texts_and_its_lossless_ways_give_them_all():
+    model, draft = random_model(0), random_model(1, layers=1)
+    rows = {name: figures for name, *figures in compare(model, draft, [[1, 2], [3, 4, 5]], 4, 12, repeats=1)}
+    assert rows["NTP"][:1] + rows["NTP"][2:] == [1.0, 0, 1.0]
+    assert all(same == 1 for name, (*_, same) in rows.items() if not name.startswith("SBD"))
+    assert all(speed > 0 for _, speed, _, _ in rows.values())
+    assert all(extra == (sum(w.numel() for w in draft.parameters()) if name.startswith("draft") else 0) for name, (_, _, extra, _) in rows.items())
+    assert not any(name.startswith("draft") for name, *_ in compare(model, None, [[1]], 4, 2, repeats=1))
+
+
+def test_bad_options_are_refused_in_one_line(tmp_path):
+    with pytest.raises(ValueError, match="--num_prompts 0: wanted at least 1"):
+        main(["--num_prompts=0"])
+    random_model(0).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="same tokenizer"):
+        main([f"--draft_from={tmp_path}", "--init_from=checkpoints/tiny-sbd"])

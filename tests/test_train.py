@@ -457,7 +457,7 @@ def test_a_finished_run_on_word_problems_prints_accuracy_and_speedup(small, tmp_
     train.finish(Llama.from_pretrained(small["init_from"]), args, Tokenizer(TOKENIZER))
     printed = capsys.readouterr().out
     assert f"--init_from={tmp_path / 'out'}" in printed and "accuracy" in printed and "NFE speedup" in printed
-    assert all(label(cell) in printed for cell in (dict(mode="ntp"), *train.CELLS))
+    assert all(label(cell) in printed for cell in (dict(mode="ntp"), *train.CELLS[:3]))
 
 
 # ------------------------------------------------------------------------------ the real model
