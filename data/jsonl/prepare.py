@@ -105,7 +105,7 @@ def main():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter,
                                      description="Your own .jsonl files as a training set.")
     parser.add_argument("files", nargs="+", type=Path, help=".jsonl files")
-    parser.add_argument("--tokenizer", required=True, help="folder or hub id: that of the model to train")
+    parser.add_argument("--tokenizer", required=True, help="folder, hub id or preset: that of the model to train")
     parser.add_argument("--out_dir", type=Path, default=HERE, help="where the .bin files go")
     parser.add_argument("--val_fraction", type=float, default=0.05, help="share of the rows held out; 0: no val")
     parser.add_argument("--seed", type=int, default=0, help="decides which rows are held out")

@@ -51,7 +51,7 @@ def main():
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter,
                                      description="The Python standard library as pretraining text.")
     parser.add_argument("--tokenizer", default=str(HERE.parent / "word_problems"),
-                        help="folder or hub id: that of the model to train (the default is small, but works)")
+                        help="folder, hub id or preset: that of the model to train (the default is small, but works)")
     parser.add_argument("--out_dir", type=Path, default=HERE, help="where the .bin files go")
     parser.add_argument("--val_fraction", type=float, default=0.05, help="share of the files held out")
     parser.add_argument("--tests", action="store_true", help="the library's own tests too")
