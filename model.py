@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import os
+import platform
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,8 @@ class LlamaConfig:
         V, H, Hkv = self.vocab_size, self.num_attention_heads, self.num_key_value_heads
         sizes = V, H, Hkv, self.hidden_size, self.intermediate_size, self.num_hidden_layers
         need(min(sizes) >= 1, "config: every size must be at least 1")
+        need(self.head_dim or self.hidden_size % H == 0,
+             f"config: hidden_size {self.hidden_size} is no multiple of num_attention_heads {H}: give head_dim")
         self.head_dim = self.head_dim or self.hidden_size // H
         need(self.model_type in ("llama", "qwen3"), f"config: model_type {self.model_type!r}, wanted llama or qwen3")
         need(H % Hkv == 0, f"config: num_attention_heads {H} is no multiple of num_key_value_heads {Hkv}")
@@ -120,47 +123,112 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight, self.size, self.eps = nn.Parameter(torch.ones(size)), (size,), eps
+        self.floor = torch.tensor(eps, dtype=torch.float64, device="cpu")
 
     def forward(self, x):
-        return F.rms_norm(x.to(self.weight.dtype), self.size, self.weight, self.eps)   # float32 under autocast
+        weight = self.weight
+        x = x.to(weight.dtype)   # float32 under autocast
+        if torch.is_grad_enabled() or x.device.type != "cpu" or torch.compiler.is_compiling():
+            return F.rms_norm(x, self.size, weight, self.eps)
+        # The same in half as many kernels as PyTorch has for it on the CPU.
+        high = x.float() if x.dtype != torch.float64 else x
+        norm = torch.linalg.vector_norm(high, dim=-1, keepdim=True)
+        return high.mul(torch.addcmul(self.floor, norm, norm, value=1 / self.size[0]).rsqrt_()).to(x.dtype).mul_(weight)
 
 
-class Together(nn.Module):
-    """Linears of one input, named by `names`, that decoding runs as one product where `fuse` has laid them out so."""
-    names, fused, parts = (), None, ()
+def pack(weight):
+    """A copy of weight (out, in) in the order in which oneDNN reads it; None where there is none, off x86 for one.
 
-    def is_fused(self):
-        """Whether the weights still are the rows of `fused`: none was replaced, wrapped or given a hook since.
+    A product of 1 to 48 rows takes half the time of F.linear with it, in float32 and in bfloat16, on an AMD EPYC.
+    """
+    known = weight.dtype == torch.float32 or weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if weight.device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available() or not known:
+        return None
+    return torch.ops.mkldnn._reorder_linear_weight(weight)
 
-        Asked in every layer of every decoding forward, hence past nn.Module's slow attribute look-up.
-        """
-        for name, linear, pointer in self.parts:
-            weight = linear._parameters.get("weight")
-            if weight is None or weight.data_ptr() != pointer or self._modules[name] is not linear or linear._forward_hooks:
-                return False
-        return self.fused is not None
 
-    @torch.inference_mode(False)   # the weights stay ones that can be trained
-    @torch.no_grad()
-    def fuse(self):
-        """Copy the weights into one matrix, of which they become views; done once."""
-        linears = [getattr(self, name) for name in self.names]
-        if self.is_fused() or not all(type(linear) is nn.Linear for linear in linears) or len({linear.weight.dtype for linear in linears}) > 1:
-            return
-        self.fused, self.sizes = torch.cat([linear.weight for linear in linears]), [linear.out_features for linear in linears]
-        for linear, part in zip(linears, self.fused.split(self.sizes)):
-            linear.weight.data = part
-        self.parts = tuple((name, linear, linear.weight.data_ptr()) for name, linear in zip(self.names, linears))
+def packed_linear(x, packed):
+    """x (..., in) -> (..., out). It knows no gradients."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
-    def together(self, x):
-        """x (N, C) through each of the linears."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self.is_fused():
-            return [getattr(self, name)(x) for name in self.names]
-        return F.linear(x, self.fused).split(self.sizes, -1)
+
+def state(linear):
+    """What a copy of a linear's weight is a copy of. The weight's memory is held, so that its address stays its own."""
+    return linear.weight.detach(), linear.weight.data_ptr(), linear.weight._version
+
+
+def unchanged(linear, since):
+    """Whether its weight was neither replaced nor changed in place. Asked for every linear in every decoding forward,
+    hence past nn.Module's slow attribute look-up."""
+    weight = linear._parameters.get("weight")
+    return weight is not None and weight.data_ptr() == since[1] and weight._version == since[2]
+
+
+class Fusible(nn.Module):
+    """A module with something that `fuse` made for decoding. A copy or move of the module has to make its own."""
+    made = None
+
+    def is_decoding(self):
+        """Whether `made` may stand in for the weights. A forward with gradients drops it: an optimizer may follow, and
+        PyTorch's fused ones change weights without counting it."""
+        if torch.is_grad_enabled() and self.made is not None:
+            self.made = None
+        return self.made is not None and not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
 
     def _apply(self, fn, recurse=True):
-        self.fused, self.parts = None, ()   # .to() and its like give every weight a place of its own
+        self.made = None
         return super()._apply(fn, recurse)
+
+    def __getstate__(self):
+        return self.__dict__ | dict(made=None)
+
+
+class Linear(Fusible, nn.Linear):
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features, bias=False)
+
+    def fuse(self):
+        if self.made is None or not unchanged(self, self.made[1]):
+            packed = pack(self.weight)
+            self.made = None if packed is None else (packed, state(self))
+
+    def forward(self, x):
+        if self.is_decoding() and unchanged(self, self.made[1]):
+            return packed_linear(x, self.made[0])
+        return F.linear(x, self.weight)
+
+
+class Together(Fusible):
+    """Linears of one input, named by `names`, that decoding runs as one product where `fuse` has laid them out so."""
+    names, joint, parts = (), 1, ()
+
+    def is_fused(self):
+        """Whether the weights still are those of the one product: none was replaced, wrapped, changed or given a hook since."""
+        for name, linear, since in self.parts:
+            if not unchanged(linear, since) or self._modules[name] is not linear or linear._forward_hooks:
+                return False
+        return self.made is not None
+
+    def fuse(self):
+        """Lay the weights out as one matrix: a packed copy where there is one, else a matrix of which they become views."""
+        linears = [getattr(self, name) for name in self.names]
+        if self.is_fused() or not all(type(linear) is Linear for linear in linears) or len({linear.weight.dtype for linear in linears}) > 1:
+            return
+        sizes, matrix = [linear.out_features for linear in linears], torch.cat([linear.weight for linear in linears])
+        if (packed := pack(matrix)) is not None:
+            self.made, product = packed, packed_linear
+        else:
+            self.made, product = matrix, F.linear
+            for linear, part in zip(linears, matrix.split(sizes)):
+                linear.weight.data = part
+        self.product, self.sizes = product, [sum(sizes[:self.joint]), *sizes[self.joint:]]
+        self.parts = tuple((name, linear, state(linear)) for name, linear in zip(self.names, linears))
+
+    def together(self, x):
+        """x (N, C) through each of the linears; once fused, the first `joint` of them come as one."""
+        if not (self.is_decoding() and self.is_fused()):
+            return [getattr(self, name)(x) for name in self.names]
+        return self.product(x, self.made).split_with_sizes(self.sizes, -1)
 
 
 class Attention(Together):
@@ -169,22 +237,24 @@ class Attention(Together):
     def __init__(self, c: LlamaConfig):
         super().__init__()
         self.head_dim = c.head_dim
-        self.q_proj = nn.Linear(c.hidden_size, c.num_attention_heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(c.hidden_size, c.num_key_value_heads * c.head_dim, bias=False)
-        self.o_proj = nn.Linear(c.num_attention_heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_proj = Linear(c.hidden_size, c.num_attention_heads * c.head_dim)
+        self.k_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim)
+        self.v_proj = Linear(c.hidden_size, c.num_key_value_heads * c.head_dim)
+        self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size)
         self.qk_norm = c.model_type == "qwen3"
         if self.qk_norm:
             self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps), RMSNorm(c.head_dim, c.rms_norm_eps)
+        self.heads, self.joint = [c.num_attention_heads, c.num_key_value_heads], 1 if self.qk_norm else 2
 
     def qkv(self, x, cos, sin):
-        B, T = cos.shape[:2]
-        q, k, v = (y.view(B, T, -1, self.head_dim) for y in self.together(x))  # (B, T, H or Hkv, D)
+        B, _, T, _ = cos.shape
+        *turning, v = (y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in self.together(x))   # q and k, or both as one
         if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            turning = self.q_norm(turning[0]), self.k_norm(turning[1])
         # Under autocast, norms and angles promote q and k to float32: attention gets one dtype, that of v.
-        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)         # (B, H or Hkv, T, D)
+        turned = [rotate(y, cos, sin).to(v.dtype) for y in turning]
+        q, k = turned if len(turned) == 2 else turned[0].split_with_sizes(self.heads, 1)
+        return q, k, v                                                         # (B, H or Hkv, T, D)
 
 
 class MLP(Together):
@@ -192,9 +262,9 @@ class MLP(Together):
 
     def __init__(self, c: LlamaConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size)
 
     def forward(self, x):
         gate, up = self.together(x)
@@ -231,7 +301,7 @@ class Llama(nn.Module):
         self.model.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         self.model.layers = nn.ModuleList(Layer(c) for _ in range(c.num_hidden_layers))
         self.model.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
+        self.lm_head = Linear(c.hidden_size, c.vocab_size)
         self.tie_weights()
         self.grad_checkpoint = False      # train.py: recompute each layer in backward
         self.folder = None                # where the weights came from: its tokenizer files are saved along
@@ -244,12 +314,24 @@ class Llama(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
+    @torch.inference_mode(False)   # the weights stay ones that can be trained
+    @torch.no_grad()
     def fuse(self):
-        """Lay q, k, v and gate, up of each layer out as one matrix each: a forward of few tokens then pays for four
-        products a layer in place of seven. Decoding calls it; the parameters stay what they are."""
+        """Lay the matrices out for decoding, which calls this: q, k, v and gate, up of each layer as one product each, and
+        on x86 in oneDNN's own order, a second copy of the weights. The parameters stay what they are; a weight that is
+        replaced or changed afterwards is used as it then is.
+        """
+        linears = [module for module in self.modules() if type(module) is Linear]
+        if any(linear.weight.is_inference() for linear in linears):   # PyTorch does not tell when such a weight changes
+            return
+        if self.lm_head.weight.device.type == "cpu" and sum(linear.weight.nbytes for linear in linears) > free_memory("cpu"):
+            return
         for layer in self.model.layers:
-            layer.self_attn.fuse()
-            layer.mlp.fuse()
+            for group in (layer.self_attn, layer.self_attn.o_proj, layer.mlp, layer.mlp.down_proj):
+                if isinstance(group, Fusible):
+                    group.fuse()
+        if isinstance(self.lm_head, Fusible):
+            self.lm_head.fuse()
 
     def hidden(self, tokens, positions=None, attend=None):
         """tokens (B, T), positions (T,) or (B, T), default 0..T-1 -> hidden states before the head (B, T, C)."""
@@ -334,7 +416,7 @@ ROPE_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 @functools.lru_cache
 @torch.inference_mode(False)
 def rotary_frequency(head_dim, theta, llama3, dtype, device):
-    """(D/2,) radians a position; the same for every forward, so computed once."""
+    """(D,) radians a position, negative in the first half of a head; the same for every forward, so computed once."""
     half = torch.arange(0, head_dim, 2, dtype=dtype, device=device)
     frequency = 1 / theta ** (half / head_dim)
     factor, low, high, context = llama3
@@ -342,26 +424,25 @@ def rotary_frequency(head_dim, theta, llama3, dtype, device):
         turns = context * frequency / (2 * math.pi)   # in the original context
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / factor)
-    return frequency
+    return torch.cat((-frequency, frequency))
 
 
 def rotary(config: LlamaConfig, positions, dtype):
-    """Cosines and signed sines of the rotary angles of positions (B, T), each (B, T, 1, D), in `dtype`.
+    """Cosines and signed sines of the rotary angles of positions (B, T), each (B, 1, T, D), in `dtype`.
 
     The half-rotated layout of the published weights: dimension i turns together with i + D/2. Angles are
     taken in float32 as when the weights were trained, in float64 for a float64 model.
     """
     high = torch.float64 if dtype == torch.float64 else torch.float32
     s = config.rope_scaling or {}
-    frequency = rotary_frequency(config.head_dim, config.rope_theta, tuple(s.get(key) for key in ROPE_LLAMA3), high, positions.device)
-    angle = positions[..., None].to(high) * frequency                           # (.., T, D/2)
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    shape = (-1, positions.shape[-1], 1, config.head_dim)
-    return torch.cat((cos, cos), -1).view(shape), torch.cat((-sin, sin), -1).view(shape)
+    make = rotary_frequency if type(positions) is torch.Tensor else rotary_frequency.__wrapped__   # a FakeTensor is never kept
+    frequency = make(config.head_dim, config.rope_theta, tuple(s.get(key) for key in ROPE_LLAMA3), high, positions.device)
+    angle = positions.view(-1, 1, positions.shape[-1], 1).to(high) * frequency
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def rotate(x, cos, sin):
-    """x (B, T, heads, D) turned by its position: rolling by D/2 swaps the halves, `sin` carries the sign."""
+    """x (B, heads, T, D) turned by its position: rolling by D/2 swaps the halves, `sin` carries the sign."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
