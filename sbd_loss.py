@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kernels.sbd_attention import intervals, packed_causal_attention, sbd_attention
+from kernels.sbd_attention import causal_attend, intervals, sbd_attend
 
 LOGITS = 2 ** 26   # logits alive at a time: 256 MB in float32
 
@@ -64,8 +64,9 @@ def sbd_loss(model, tokens, block_size: int, loss_mask=None, ntp_mask=None, doc_
     B, L = tokens.shape
     noisy, is_masked = mask_tokens(tokens, model.config.mask_id, eta, generator)
     positions = torch.arange(L, device=tokens.device) - intervals(L, block_size, doc_ids, tokens.device)[0]
+    attend = sbd_attend(L, block_size, doc_ids, tokens.device, backend)   # one mask for all layers
     hidden = model.hidden(torch.cat((tokens, noisy), 1), torch.cat((positions, positions), 1),
-                          lambda layer, q, k, v: sbd_attention(q, k, v, block_size, doc_ids, backend))
+                          lambda layer, q, k, v: attend(q, k, v))
     ntp_at = ntp_targets(tokens, loss_mask if ntp_mask is None else ntp_mask, doc_ids)
     matp_at = is_masked if loss_mask is None else is_masked & loss_mask.bool()     # same position: no shift
     loss = row_losses(model, torch.cat((hidden[:, :L - 1][ntp_at], hidden[:, L:][matp_at])),
@@ -81,7 +82,8 @@ def ntp_loss(model, tokens, loss_mask=None, doc_ids=None, num_targets=None) -> S
     """Next-token prediction alone, with the same arguments: the baseline, and what SBD starts from."""
     L = tokens.shape[1]
     positions = torch.arange(L, device=tokens.device) - intervals(L, 1, doc_ids, tokens.device)[0]
-    hidden = model.hidden(tokens, positions, lambda layer, q, k, v: packed_causal_attention(q, k, v, doc_ids))
+    attend = causal_attend(L, doc_ids, tokens.device)
+    hidden = model.hidden(tokens, positions, lambda layer, q, k, v: attend(q, k, v))
     at = ntp_targets(tokens, loss_mask, doc_ids)
     ntp, n = row_losses(model, hidden[:, :-1][at], tokens[:, 1:][at]).sum(), at.sum().clamp(min=1)
     return SBDLoss(ntp / (n if num_targets is None else max(num_targets, 1)), ntp.detach() / n, torch.zeros_like(ntp.detach()))

@@ -24,6 +24,7 @@ import torch
 
 from data.bin import Dataset, batch, num_ntp_targets, pack, targets
 from evaluate import sweep, table
+from kernels.sbd_attention import BACKENDS, check_backend
 from model import PRESETS, Llama, LlamaConfig, compile_layers, find_folder, free_memory, write_whole
 from sbd_loss import ntp_loss, sbd_loss
 from tokenizer import Tokenizer
@@ -80,7 +81,7 @@ def parse(argv=None):
     a("--sample_problems", type=int, default=100, help="held-out word problems decoded at the end; 0: none")
     a("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, mps")
     a("--dtype", choices=("float32", "bfloat16"), help="of the forward (autocast); default bfloat16 on cuda, else float32")
-    a("--attention", choices=("auto", "sdpa"), default="auto", help="kernels/sbd_attention.py's backend")
+    a("--attention", choices=BACKENDS, default="auto", help="kernels/sbd_attention.py's backend; auto: triton on CUDA, else sdpa")
     a("--compile", action="store_true", help="torch.compile the layers")
     a("--grad_checkpoint", action="store_true", help="recompute each layer in backward: less memory, a third more time")
     a("--seed", type=int, default=0, help="of initialisation, data order and noise")
@@ -131,6 +132,8 @@ def check(args):
         torch.zeros(1, device=args.device).item()
     except (RuntimeError, AssertionError):
         raise ValueError(f"--device {args.device} is not there: try --device=cpu") from None
+    if args.objective == "sbd":
+        check_backend(args.attention, args.device, training=True)
     args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
     if args.out_dir.exists() and not args.out_dir.is_dir():
         raise ValueError(f"--out_dir {args.out_dir} is a file: give a folder")
