@@ -1,30 +1,42 @@
 """Seconds: what forwards, decoding and training cost on this machine; the only place with timing helpers.
 
-    python bench.py                                            the shipped tiny model
-    python bench.py --init_from=DIR --against=transformers     any model, beside transformers' generate
+    python bench.py                                                             the shipped tiny model
+    python bench.py --init_from=DIR --against=transformers                      any model, beside transformers' generate
+    python bench.py --random_weights --init_from=llama3.1-8b --nfe_speedup=4    a shape without its weights
+    python bench.py --kernels                                                   the Triton kernels, on a Hopper GPU
 
-Everything is timed in one process, interleaved A B A B after a warm-up, and reported as medians; what to quote
-are the ratios. Eq. 16 predicts the wall-clock speedup of SBD from three forward times of the same run.
+The machine's own ceilings come first and make a roofline; then everything is timed in the same process and printed beside it.
+What is compared runs in turn, A B A B, after a warm-up. Figures are medians over the rounds, and a ratio is the median of the
+rounds' ratios: what to quote are the ratios.
 
-Shapes: k block size, W window tokens.
+Shapes: k block size, W window tokens, B rows.
 """
 import argparse
+import functools
+import importlib.util
+import itertools
 import json
-import statistics
+import math
+import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from statistics import mean, median
 
 import torch
+import torch.nn.functional as F
 
 import generate as decoding
+import roofline
 from kv_cache import KVCache, cached_attend, window
-from model import Llama, write_whole
-from sbd_loss import ntp_loss, sbd_loss
+from model import Llama, LlamaConfig, compile_layers, free_memory, need, pack, packed_linear, write_whole
+from sbd_loss import ntp_loss, sbd_attention_mask, sbd_loss
 from tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
-IN_A_ROW = 50   # forwards of one width in a row, as decoding runs them: the first finds the caches filled by another
+WINDOWS = (1, 2, 4, 8, 16, 32, 64)
+BIG, SIDE = 2**29, 2048   # bytes that no cache holds; rows of a large matrix
 
 
 def synchronize():
@@ -32,49 +44,142 @@ def synchronize():
         torch.cuda.synchronize()
 
 
-def interleaved(functions: dict, repeats: int, warmup: int = 2) -> dict:
-    """name -> [seconds, ...] of calling each function in turn, `repeats` times after `warmup` rounds."""
-    seconds = {name: [] for name in functions}
-    for i in range(warmup + repeats):
-        for name, function in functions.items():
-            synchronize()
-            began = time.perf_counter()
+def interleaved(functions: dict, repeats: int, least: float = 0.03) -> dict:
+    """name -> [seconds a call, ...], one for each of `repeats` rounds that call every function in turn.
+
+    Within a round a function runs for at least `least` seconds in a row, at most 200 times, as decoding runs forwards:
+    the first one finds the caches filled by another. Two calls of each come before, to warm up.
+    """
+    def timed(function, n):
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(n):
             function()
-            synchronize()
-            if i >= warmup:
-                seconds[name].append(time.perf_counter() - began)
-    return seconds
+        synchronize()
+        return (time.perf_counter() - began) / n
+
+    for function in functions.values():
+        function()
+    in_a_row = {name: max(1, min(200, math.ceil(least / timed(function, 1)))) for name, function in functions.items()}
+    rounds = [{name: timed(function, in_a_row[name]) for name, function in functions.items()} for _ in range(repeats)]
+    return {name: [r[name] for r in rounds] for name in functions}
 
 
-def show(name, seconds, note=""):
-    middle = statistics.median(seconds)
-    print(f"  {name:34s} {1e3 * middle:9.2f} ms  ({1e3 * min(seconds):.2f} to {1e3 * max(seconds):.2f})  {note}")
-    return middle
+def ratio(a, b):
+    """Median over the rounds of a / b, two lists of seconds."""
+    return median(x / y for x, y in zip(a, b))
 
 
-def forward_jobs(model, widths, kv_len) -> dict:
-    """W -> a function that runs IN_A_ROW forwards over W tokens behind kv_len cached ones and reads their logits.
+def spread(seconds):
+    return f"{1e3 * median(seconds):9.3f} ms {f'({1e3 * min(seconds):.3f} to {1e3 * max(seconds):.3f})':22}"
 
-    widths: W -> how many of its tokens are causal, the rest being a block. 1 causal token is NTP's window, a block
-    alone or behind a pending one are those of SBD (method section 5), which reads the block's logits only.
+
+@torch.inference_mode()
+def ceilings(nbytes, dtype, device, repeats) -> tuple:
+    """What this machine reaches -> (roofline.Device, figures).
+
+    Copies and matrix-vector products run over BIG bytes and, where all weights of the model (nbytes) are fewer, over that
+    many too: the caches may hold them, and then theirs is the bandwidth to compare with. The larger of the two rates counts.
+    """
+    side = SIDE * (4 if device.type == "cuda" else 1)
+    square = torch.randn(side, side, device=device).to(dtype)
+    out = torch.empty_like(square)
+    [seconds] = interleaved(dict(matmul=lambda: torch.mm(square, square, out=out)), repeats).values()
+    flops, memory = 2 * side**3 / median(seconds), {}
+    print(f"\nceilings\n  matmul {side} x {side}: {flops / 1e9:,.0f} GFLOP/s")
+    for size in sorted({BIG, min(BIG, nbytes)}, reverse=True):
+        halves = torch.ones(2, size // dtype.itemsize // 2, dtype=dtype, device=device)
+        side = min(2 * SIDE, math.isqrt(halves.numel()))
+        x, count = torch.ones(1, side, dtype=dtype, device=device), halves.numel() // side**2
+        matrices = halves.view(-1)[:count * side**2].view(count, side, side)
+        packed = [pack(matrix) for matrix in matrices]                     # as decoding reads them
+        jobs = dict(copy=lambda: halves[1].copy_(halves[0]),
+                    matvec=lambda: [F.linear(x, m) if p is None else packed_linear(x, p) for m, p in zip(matrices, packed)])
+        seconds = interleaved(jobs, repeats)
+        copy, matvec = size / median(seconds["copy"]), matrices.nbytes / median(seconds["matvec"])
+        memory[size] = dict(copy=copy, matvec=matvec)
+        print(f"  over {size / 1e6:,.1f} MB: copy {copy / 1e9:.1f} GB/s, read and written; "
+              f"matrix-vector products {matvec / 1e9:.1f} GB/s, {matvec / copy:.2f} of it")
+    bandwidth = max(copy, matvec)
+    print(f"  roofline: {flops / 1e9:,.0f} GFLOP/s and {bandwidth / 1e9:.1f} GB/s, that over {size / 1e6:,.1f} MB"
+          + ", all weights of this model" * (size < BIG))
+    return roofline.Device(bandwidth, flops), dict(matmul_flops=flops, bandwidth=bandwidth, memory=memory)
+
+
+def filled_cache(model, batch, kv_len, scratch):
+    weight = model.lm_head.weight
+    with torch.inference_mode():
+        cache = KVCache(model.config, batch, kv_len + scratch, weight.device, weight.dtype)
+        cache.k.normal_(), cache.v.normal_()
+    cache.commit([kv_len] * batch)
+    return cache
+
+
+def forward_job(model, cache, block_size, num_causal, num_blocks, read):
+    """A function that runs one window, [causal | block | block ...] on every row of `cache`, and fetches the argmax of
+    its last `read` positions' logits."""
+    B, W = len(cache.lengths), num_causal + num_blocks * block_size
+    tokens = torch.randint(model.config.vocab_size, (B, W), device=cache.k.device)
+
+    @torch.inference_mode()
+    def run():
+        w = window(cache, [num_causal] * B, [[num_causal] * num_blocks] * B, block_size)
+        hidden = model.hidden(tokens, w.positions, cached_attend(cache, w))
+        return model.lm_head(hidden[:, W - read:]).argmax(-1).tolist()
+    return run
+
+
+def linears_job(model, batch, torch_own=False):
+    """The linear layers of a one-token forward alone, in its order: each weight is read once, after all the others.
+
+    As decoding runs them (q, k, v are one product, gate and up another), or each as PyTorch's own nn.Linear would be.
     """
     c, weight = model.config, model.lm_head.weight
-    with torch.inference_mode():
-        cache = KVCache(c, 1, kv_len + max(widths), weight.device, weight.dtype)
-        cache.k.normal_(), cache.v.normal_()
-    cache.commit([kv_len])
+    x, heads, ffn = (torch.randn(batch, n, device=weight.device).to(weight.dtype)
+                     for n in (c.hidden_size, c.num_attention_heads * c.head_dim, c.intermediate_size))
+    inputs = dict(o_proj=heads, down_proj=ffn)
+    each = [(inputs.get(name.split(".")[-1], x), m.weight) for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
 
-    def forward(W, pending):
-        tokens = torch.randint(c.vocab_size, (1, W), device=weight.device)
+    @torch.inference_mode()
+    def run():
+        if torch_own:
+            return [F.linear(*one) for one in each]
+        for layer in model.model.layers:
+            layer.self_attn.together(x)
+            layer.self_attn.o_proj(heads)
+            layer.mlp.together(x)
+            layer.mlp.down_proj(ffn)
+        return model.lm_head(x)
+    return run
 
-        @torch.inference_mode()
-        def run():
-            for _ in range(IN_A_ROW):
-                w = window(cache, [pending], [[pending]] if W > pending else [[]], W - pending)
-                model.lm_head(model.hidden(tokens, w.positions, cached_attend(cache, w))[:, pending % W:]).argmax(-1).tolist()
-        return run
 
-    return {W: forward(W, pending) for W, pending in widths.items()}
+def bench_forwards(model, case, kv_lens, batches, repeats) -> list:
+    """Prefill and windows of every width, measured over roofline; a one-token forward over its linear layers."""
+    weights = [layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    figures = []
+    for batch, kv_len in itertools.product(batches, kv_lens):
+        cache, empty = filled_cache(model, batch, kv_len, max(WINDOWS)), filled_cache(model, batch, 0, kv_len)
+        jobs = {W: forward_job(model, cache, W, int(W == 1), int(W > 1), W) for W in WINDOWS}
+        jobs |= dict(prefill=forward_job(model, empty, 1, kv_len, 0, 1), linears=linears_job(model, batch))
+        jobs["torch's linears"] = linears_job(model, batch, torch_own=True)
+        seconds = interleaved(jobs, repeats)
+        least = {W: roofline.total(roofline.forward_parts(W, kv_len, batch, **case)) for W in WINDOWS}
+        least["prefill"] = roofline.total(roofline.forward_parts(kv_len, 0, batch, causal=True, logits=1, **case))
+        title = f"batch {batch}, {kv_len} cached tokens a row"
+        print(f"\n{title:51}{'roofline':>15}{'over it':>9}{'over one token (roofline)':>27}")
+        for name, cost in least.items():
+            f = dict(window=name, batch=batch, kv_len=kv_len, seconds=seconds[name], roofline=vars(cost),
+                     over_roofline=median(seconds[name]) / cost.time, slowdown=ratio(seconds[name], seconds[1]))
+            label = f"window {name}" if name in WINDOWS else f"prefill of {kv_len}"
+            slow = f"{f['slowdown']:19.2f} ({cost.time / least[1].time:.2f})" if name in WINDOWS else ""
+            print(f"  {label:16}{spread(seconds[name])}{1e3 * cost.time:10.3f} ms{f['over_roofline']:9.2f}{slow}")
+            figures.append(f)
+        for name in ("linears", "torch's linears"):
+            s, over = seconds[name], ratio(seconds[1], seconds[name])
+            bandwidth = sum(w.numel() * w.itemsize for w in weights) / median(s)
+            print(f"  {name:16}{spread(s)}  {bandwidth / 1e9:.1f} GB/s; the window of 1 takes {over:.3f} of it")
+            figures.append(dict(window=name, batch=batch, kv_len=kv_len, seconds=s, bandwidth=bandwidth, forward_over=over))
+    return figures
 
 
 def equation_16(t1, tk, t2k, k, nfe_speedup):
@@ -82,40 +187,140 @@ def equation_16(t1, tk, t2k, k, nfe_speedup):
     return k * t1 / (t2k + (k / nfe_speedup - 1) * tk)
 
 
-def bench_decoding(model, prompts, block_size, gamma, max_new_tokens, repeats) -> dict:
-    """NTP against SBD, one prompt at a time; wall-clock and NFE speedup beside Eq. 16."""
-    options = dict(max_new_tokens=max_new_tokens, stop_ids=model.config.stop_ids, block_size=block_size, gamma=gamma)
-    runs = {}
+def schedule(k, nfe_speedup):
+    """How many tokens each forward reveals, without end: blocks take k / nfe_speedup forwards on average, which share
+    their block evenly."""
+    for b in itertools.count():
+        forwards = math.floor((b + 1) * k / nfe_speedup + 1e-9) - math.floor(b * k / nfe_speedup + 1e-9)
+        for i in range(forwards):
+            yield k * (i + 1) // forwards - k * i // forwards
 
-    def run(name, **more):
+
+def replay(k, nfe_speedup):
+    """A rule of eb_sampler for one row that follows the schedule from left to right, whatever the model predicts."""
+    reveals = schedule(k, nfe_speedup)
+    return lambda H, c, masked, bound: masked & (masked.cumsum(-1) <= next(reveals))
+
+
+def layout(mode, W, k, hedges):
+    """What a decoding forward of W tokens holds: causal tokens, blocks of k, and how many logits at its end are read."""
+    if mode == "ntp":
+        return 1, 0, 1
+    if mode == "sbd":
+        return W - k, 1, k
+    blocks = min(hedges, (W - 1) // k)   # verified: [next, draft | blocks], the draft of at most k - 1
+    return W - blocks * k, blocks, W - blocks * k + (k - 1 if blocks else 0)
+
+
+def forwards_of(model, run) -> list:
+    """(cached tokens, W) of every decoding forward of run(), one row each; prefills are left out."""
+    hidden, seen = model.hidden, []
+
+    def watched(tokens, positions, attend):
+        seen.append((int(positions[0, 0]), tokens.shape[1]))
+        return hidden(tokens, positions, attend)
+
+    model.hidden = watched
+    try:
+        run()
+    finally:
+        del model.hidden
+    return [forward for forward in seen if forward[0]]
+
+
+def peak_memory(device, run):
+    """Peak bytes during run(): CUDA's allocator, elsewhere the whole process; None where the system does not say."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif Path("/proc/self/clear_refs").exists():
+        Path("/proc/self/clear_refs").write_text("5")   # Linux: forget the old peak
+    run()
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024 if status.exists() else None
+
+
+def bench_decoding(model, case, prompts, modes, k, gamma, hedges, nfe_speedup, max_new_tokens, repeats) -> dict:
+    """Every mode on the same prompts, one at a time: rates, and the wall-clock speedup over NTP beside the one that the
+    times of the mode's forwards, measured in the same rounds, predict.
+
+    The prefill makes the first token of ntp and verified: what is `made` behind it, and the speedups, leave that one out.
+    """
+    replayed = modes == ["ntp"] or nfe_speedup is not None   # texts that mean nothing end at the limit
+    options = dict(max_new_tokens=max_new_tokens, block_size=k, gamma=gamma, hedges=hedges,
+                   stop_ids=() if replayed else model.config.stop_ids)
+    runs, first, peak, widths, kv_lens = {}, {}, {}, {}, []
+
+    def job(mode, **more):
         def all_prompts():
-            runs[name] = [decoding.generate(model, [p], **options | more)[0] for p in prompts]
+            runs[mode], sampler = [], "replay" if nfe_speedup and mode == "sbd" else "eb"
+            for prompt in prompts:
+                decoding.SAMPLERS["replay"] = replay(k, nfe_speedup)
+                began, row = time.perf_counter(), None
+                for steps in decoding.decode(model, [prompt], mode=mode, sampler=sampler, **options | more):
+                    if row is None and steps[0].final:
+                        row = steps[0].row
+                        first.setdefault(mode, []).append(time.perf_counter() - began)
+                runs[mode].append(row)
         return all_prompts
 
-    print(f"decoding {len(prompts)} prompts, batch 1, block {block_size}, gamma {gamma}")
-    k, kv_len = block_size, int(statistics.mean(map(len, prompts))) + 32
-    jobs = dict(ntp=run("ntp", mode="ntp"), sbd=run("sbd"), prefill=run("prefill", max_new_tokens=0))
-    seconds = interleaved(jobs | forward_jobs(model, {1: 1, k: 0, 2 * k: k}, kv_len), repeats, 1)
-    prefill = seconds["prefill"]   # Eq. 16 is about what follows it
-    tokens, nfe = {m: sum(len(r.tokens) for r in runs[m]) for m in jobs}, {m: sum(r.nfe for r in runs[m]) for m in jobs}
-    show("prefill of all prompts", prefill)
-    for W in (1, k, 2 * k):
-        show(f"forward, window {W}, KV {kv_len}", [s / IN_A_ROW for s in seconds[W]])
-    rates = {m: [tokens[m] / (s - p) for s, p in zip(seconds[m], prefill)] for m in ("ntp", "sbd")}   # tokens/s, a round each
-    for mode, rate in rates.items():
-        print(f"  {mode:8s} {statistics.median(rate):9.1f} tokens/s behind the prefill, {tokens[mode]} tokens in {nfe[mode]} forwards")
-    nfe_speedup = tokens["sbd"] / nfe["sbd"]
-    wall = [s / n for s, n in zip(rates["sbd"], rates["ntp"])]
-    predicted = [equation_16(*t, k, nfe_speedup) for t in zip(seconds[1], seconds[k], seconds[2 * k])]
-    share = statistics.median(w / p for w, p in zip(wall, predicted))
-    print(f"  NFE speedup {nfe_speedup:.2f}, wall-clock speedup {statistics.median(wall):.2f}, Eq. 16 predicts "
-          f"{statistics.median(predicted):.2f}: {share:.2f} of it (medians over rounds)")
-    return dict(nfe_speedup=nfe_speedup, wall_clock=statistics.median(wall), eq16=statistics.median(predicted), share=share,
-                tokens_per_s={m: statistics.median(r) for m, r in rates.items()})
+    jobs = {mode: job(mode) for mode in modes}
+    lengths = sorted(map(len, prompts))
+    print(f"\ndecoding {len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, batch 1, block {k}, {hedges} hedges, "
+          + (f"sbd REPLAYING {nfe_speedup:g} tokens a forward" if nfe_speedup else f"gamma {gamma}"))
+    for mode, run in jobs.items():   # once untimed: which forwards it runs
+        seen = []
+        peak[mode] = peak_memory(model.lm_head.weight.device, lambda: seen.extend(forwards_of(model, run)))
+        need(seen, "no prompt needs a forward behind its prefill: the model ends every text at once; try --nfe_speedup")
+        widths[mode] = Counter(W for _, W in seen)
+        kv_lens += [kv_len for kv_len, _ in seen]
+    kv_len, windows = round(mean(kv_lens)), {m: mean(widths[m].elements()) for m in modes}
+    wanted = {(m, W) for m in modes for W in widths[m]} | {(m, round(windows[m])) for m in modes if m == "verified"}
+    wanted |= {("sbd", k), ("sbd", 2 * k)} if "sbd" in modes else set()
+    cache = filled_cache(model, 1, kv_len, max(W for _, W in wanted))
+    jobs |= {(m, W): forward_job(model, cache, k, *layout(m, W, k, hedges)) for m, W in sorted(wanted)}
+    rows = {m: runs[m] for m in modes}
+    jobs |= {("prefill", m): job(m, max_new_tokens=0) for m in modes}
+    seconds = interleaved(jobs, repeats, 0.2)   # forwards are timed about as long as the decoding that they explain
+    for m, W in sorted(wanted):
+        print(f"  {m:8} forward, {W:3} tokens behind {kv_len}  {spread(seconds[m, W])}")
+    decoding.SAMPLERS.pop("replay")
+    print("  mode      tokens   NFE  a NFE  window  tokens/s  decode/s  first ms  peak MB  in fwds"
+          "   wall clock (min to max)  predicted  share  roofline")
+    figures, t1 = {}, seconds["ntp", 1]
+    for m in modes:
+        tokens, nfe = sum(len(r.tokens) for r in rows[m]), sum(r.nfe for r in rows[m])
+        made, forwards = tokens - (m != "sbd") * len(prompts), widths[m].total()
+        behind = [s - p for s, p in zip(seconds[m], seconds["prefill", m])]
+        alone = [sum(n * seconds[m, W][i] for W, n in widths[m].items()) for i in range(repeats)]
+        figures[m] = f = dict(tokens=tokens, nfe=nfe, nfe_speedup=tokens / nfe, forwards=forwards, mean_window=windows[m],
+                              tokens_per_s=tokens / median(seconds[m]), decode_tokens_per_s=[made / s for s in behind],
+                              first_token_s=median(first[m]), peak_bytes=peak[m], in_forwards=ratio(alone, behind))
+        line = (f"  {m:9}{tokens:7}{nfe:6}{tokens / nfe:7.2f}{windows[m]:8.1f}{f['tokens_per_s']:10.1f}"
+                f"{median(f['decode_tokens_per_s']):10.1f}{1e3 * f['first_token_s']:10.2f}{(peak[m] or math.nan) / 1e6:9.0f}"
+                f"{f['in_forwards']:9.3f}")
+        if m != "ntp":
+            if m == "sbd":
+                predicted = [equation_16(*t, k, made / forwards) for t in zip(t1, seconds[m, k], seconds[m, 2 * k])]
+                ideal = roofline.speedup(k, made / forwards, kv_len, 1, **case)
+            else:
+                predicted = [made / forwards * a / b for a, b in zip(t1, seconds[m, round(windows[m])])]
+                ideal = roofline.verified_speedup(made / forwards, windows[m], kv_len, 1, **case)
+            wall = [a / b for a, b in zip(f["decode_tokens_per_s"], figures["ntp"]["decode_tokens_per_s"])]
+            f |= dict(wall_clock=wall, predicted=predicted, share=ratio(wall, predicted), roofline_speedup=ideal)
+            line += (f"{median(wall):11.2f} {f'({min(wall):.2f} to {max(wall):.2f})':>15}"
+                     f"{median(predicted):11.2f}{f['share']:7.3f}{ideal:10.2f}")
+        print(line)
+    print("  window: mean tokens a forward runs. decode/s: behind the prefill, which makes the first token of ntp and verified.\n"
+          "  in fwds: the share of that time that the forwards take alone. wall clock: decode/s over ntp's. predicted: from\n"
+          "  the forwards timed above, sbd by Eq. 16, verified by tokens a forward * t(1) / t(mean window, rounded).\n"
+          "  share: wall clock over predicted. roofline: predicted from its times.")
+    return figures | dict(kv_len=kv_len, replayed=nfe_speedup, forward_s={f"{m} {W}": seconds[m, W] for m, W in sorted(wanted)})
 
 
-def bench_training(model, batch_size, seq_len, block_size, repeats) -> dict:
-    """One SBD step against one NTP step of the same B and L, forward and backward."""
+def bench_training(model, case, batch_size, seq_len, block_size, repeats) -> dict:
+    """One SBD step against one NTP step of the same B and L, forward and backward (two more forwards in flops)."""
     tokens = torch.randint(model.config.vocab_size, (batch_size, seq_len), device=model.lm_head.weight.device)
 
     def step(loss):
@@ -124,21 +329,23 @@ def bench_training(model, batch_size, seq_len, block_size, repeats) -> dict:
             model.zero_grad()
         return run
 
-    print(f"training step, {batch_size} x {seq_len} tokens, block {block_size}")
-    seconds = interleaved({"ntp": step(lambda: ntp_loss(model, tokens)), "sbd": step(lambda: sbd_loss(model, tokens, block_size))}, repeats)
-    ntp, sbd = (show(f"{name} step", seconds[name]) for name in ("ntp", "sbd"))
-    print(f"  an SBD step costs {sbd / ntp:.2f} NTP steps")
-    return dict(ntp_s=ntp, sbd_s=sbd, ratio=sbd / ntp)
+    losses = dict(ntp=lambda: ntp_loss(model, tokens), sbd=lambda: sbd_loss(model, tokens, block_size))
+    seconds = interleaved({name: step(loss) for name, loss in losses.items()}, repeats)
+    # An SBD step is two NTP ones: 2L tokens, and about L * L scores a head where causal attention has L * L / 2.
+    least = {name: 3 * roofline.forward_time(seq_len, 0, rows, causal=True, **case)
+             for name, rows in (("ntp", batch_size), ("sbd", 2 * batch_size))}
+    print(f"\ntraining step, {batch_size} x {seq_len} tokens, block {block_size}, without the optimizer")
+    for name, s in seconds.items():
+        print(f"  {name:5}{spread(s)}, {median(s) / least[name]:.2f} times the roofline's {1e3 * least[name]:.1f} ms")
+    print(f"  an SBD step costs {ratio(seconds['sbd'], seconds['ntp']):.2f} NTP steps")
+    return dict(seconds=seconds, roofline=least, ratio=ratio(seconds["sbd"], seconds["ntp"]))
 
 
-def bench_transformers(model, folder, prompt, new_tokens, repeats) -> dict:
+def bench_transformers(model, prompt, new_tokens, repeats) -> dict:
     """Greedy next-token decoding, ours and transformers' generate, on the same folder, prompt, dtype and threads."""
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise ValueError("--against=transformers needs it: pip install transformers") from None
+    from transformers import AutoModelForCausalLM
     dtype, device = model.lm_head.weight.dtype, model.lm_head.weight.device
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(model.folder, dtype=dtype).to(device).eval()
     theirs.generation_config.eos_token_id = None   # both decode exactly new_tokens
     ids, texts = torch.tensor([prompt], device=device), {}
 
@@ -146,52 +353,360 @@ def bench_transformers(model, folder, prompt, new_tokens, repeats) -> dict:
         texts["ours"] = decoding.generate(model, [prompt], mode="ntp", max_new_tokens=new_tokens)[0].tokens
 
     def transformers():
-        texts["transformers"] = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens,
-                                                pad_token_id=0)[0, len(prompt):].tolist()
+        texts["transformers"] = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
+                                                max_new_tokens=new_tokens)[0, len(prompt):].tolist()
 
-    print(f"NTP decoding of {new_tokens} tokens, batch 1, {dtype}")
-    seconds = interleaved({"ours": ours, "transformers": transformers}, repeats, 1)
-    mine, other = (show(name, seconds[name], f"{new_tokens / statistics.median(seconds[name]):.1f} tokens/s") for name in seconds)
+    print(f"\nNTP decoding of {new_tokens} tokens behind {len(prompt)}, batch 1")
+    seconds = interleaved(dict(ours=ours, transformers=transformers), repeats)
+    for name, s in seconds.items():
+        print(f"  {name:13}{spread(s)}, {new_tokens / median(s):.1f} tokens/s")
     same = next((i for i, (a, b) in enumerate(zip(*texts.values())) if a != b), new_tokens)
-    print(f"  {other / mine:.2f} times transformers' tokens/s; the texts agree on the first {same} of {new_tokens} tokens")
-    return dict(ratio=other / mine, ours_s=mine, transformers_s=other, agree=same)
+    speed = ratio(seconds["transformers"], seconds["ours"])
+    print(f"  {speed:.2f} times transformers' tokens/s; the texts agree on the first {same} of {new_tokens} tokens")
+    return dict(ratio=speed, seconds=seconds, agree=same)
 
 
-def main():
-    p = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, description=__doc__.split("\n")[0])
-    a = p.add_argument
+@torch.no_grad()
+def random_model(config, device, dtype) -> Llama:
+    """A model of this shape, made in `dtype` on `device`: a million random weights over and over (drawing 8B takes minutes)."""
+    with torch.device("meta"):
+        model = Llama(config).to(dtype)
+    model.to_empty(device=device).tie_weights()
+    chunk = (0.02 * torch.randn(2**20 + 1, device=device)).to(dtype)   # an odd number: no two rows begin alike
+    for weight in model.parameters():
+        for part in weight.view(-1).split(len(chunk)):
+            part.copy_(chunk[:len(part)]) if weight.dim() == 2 else part.fill_(1)
+    return model.eval()
+
+
+def plot(path, figures, title):
+    """Every timed forward on the roofline: flop/s reached against flops a byte."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    bandwidth, peak = figures["ceilings"]["bandwidth"], figures["ceilings"]["matmul_flops"]
+    points = [(f["roofline"]["flops"] / f["roofline"]["bytes"], f["roofline"]["flops"] / median(f["seconds"]) / 1e9, f)
+              for f in figures["forwards"] if "roofline" in f]
+    line = sorted((min(x for x, _, _ in points) / 2, peak / bandwidth, 2 * max(x for x, _, _ in points)))
+    axes.plot(line, [min(peak, bandwidth * x) / 1e9 for x in line], "k",
+              label=f"{bandwidth / 1e9:,.0f} GB/s, {peak / 1e9:,.0f} GFLOP/s")
+    for i, key in enumerate(dict.fromkeys((f["batch"], f["kv_len"]) for _, _, f in points)):
+        xs, ys, _ = zip(*(p for p in points if (p[2]["batch"], p[2]["kv_len"]) == key))
+        axes.plot(xs[:-1], ys[:-1], f"C{i}o-", label=f"windows of {WINDOWS[0]} to {WINDOWS[-1]}, batch {key[0]}, KV {key[1]}")
+        axes.plot(xs[-1], ys[-1], f"C{i}s")
+    axes.set(xscale="log", yscale="log", xlabel="flops a byte", ylabel="GFLOP/s", title=title + "; squares: prefill")
+    axes.legend(fontsize="small")
+    write_whole(path, lambda temporary: figure.savefig(temporary, format=path.suffix[1:], dpi=120))
+
+
+def sizes(text):
+    return [int(n) for n in text.split(",")]
+
+
+def parse(argv=None):
+    p = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, description=__doc__.split("\n")[0],
+                                allow_abbrev=False)
+    p.error, a = lambda message: need(False, message), p.add_argument
     a("--init_from", default=str(HERE / "checkpoints/tiny-sbd"), help="folder, hub id or preset")
-    a("--against", choices=("transformers",), help="also time this one's generate")
+    a("--random_weights", action="store_true", help="take only the shape of --init_from; SBD needs --nfe_speedup then")
+    a("--mask_id", type=int, help="the mask token, where the model's config names none")
+    a("--against", choices=("transformers",), help="time next-token decoding beside this one's generate, and nothing else")
+    a("--compile", action="store_true", help="compile the model as generate.py --compile does")
+    a("--kv_lens", type=sizes, default="128,1024", help="cached tokens a row of the timed windows, prompt tokens of the prefills")
+    a("--batches", type=sizes, default="1,4", help="rows of the timed forwards")
     a("--block_size", type=int, default=16, help="k")
     a("--gamma", type=float, default=0.1, help="entropy budget of a step, nats")
+    a("--hedges", type=int, default=2, help="verified: blocks a window")
+    a("--nfe_speedup", type=float, help="SBD reveals this many tokens a forward, whatever the model predicts")
+    a("--num_prompts", type=int, default=16, help="held-out word problems to decode; --random_weights: 128 random tokens each")
     a("--max_new_tokens", type=int, default=128, help="most tokens a prompt")
-    a("--num_prompts", type=int, default=16, help="held-out word problems that the tiny model decodes")
     a("--batch_size", type=int, default=8, help="rows of a training step; 0: none is timed")
     a("--seq_len", type=int, default=512, help="tokens a row of it")
-    a("--repeats", type=int, default=7, help="timed repeats of everything")
-    a("--mask_id", type=int, help="the mask token, where the model's config names none")
+    a("--repeats", type=int, default=7, help="timed rounds of everything")
     a("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     a("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
-    a("--json", type=Path, help="write the figures there")
-    args = p.parse_args()
-    if args.repeats < 1 or args.num_prompts < 1 or args.block_size < 1 or args.max_new_tokens < 1:
-        raise ValueError("--repeats, --num_prompts, --block_size and --max_new_tokens: wanted at least 1")
-    model = Llama.from_pretrained(args.init_from, args.device, getattr(torch, args.dtype), args.mask_id)
-    tokenizer = Tokenizer.from_pretrained(model.folder)
-    print(f"{args.init_from}, {args.device} {args.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    figures = {}
-    from data.word_problems.prepare import problems
-    prompts = [tokenizer.encode(problem.prompt) for problem in problems("val", args.num_prompts)]
-    if args.against:
-        figures["transformers"] = bench_transformers(model, model.folder, prompts[0], args.max_new_tokens, args.repeats)
-    elif model.config.mask_id is None:
-        raise ValueError(f"{args.init_from} names no mask token: give --mask_id, an id of its vocabulary that text never uses")
+    a("--kernels", action="store_true", help="check and time the Triton kernels, and nothing else; made for Hopper")
+    a("--json", type=Path, help="write all figures to this file")
+    a("--plot", type=Path, help="draw the timed forwards on the roofline to this .png, .pdf or .svg file")
+    return p.parse_args(argv)
+
+
+def check(args) -> LlamaConfig:
+    """Refuse what cannot be timed before any weight is read; returns the shape of the model."""
+    for name, least in dict(block_size=1, hedges=1, num_prompts=1, max_new_tokens=2, batch_size=0, seq_len=2, repeats=1).items():
+        need(getattr(args, name) >= least, f"--{name} {getattr(args, name)}: wanted at least {least}")
+    need(min(args.kv_lens + args.batches) >= 1, "--kv_lens and --batches: wanted numbers of at least 1")
+    need(0 <= args.gamma < math.inf, f"--gamma {args.gamma}: wanted an entropy of 0 nats or more")
+    need(args.nfe_speedup is None or 1 <= args.nfe_speedup <= args.block_size,
+         f"--nfe_speedup {args.nfe_speedup}: wanted 1 to the block size, {args.block_size}, tokens a forward")
+    for lone in ("against", "kernels"):
+        others = {"against", "random_weights", "nfe_speedup", "plot"} - {lone}
+        idle = [f"--{name}" for name in sorted(others) if getattr(args, name)]
+        need(not (getattr(args, lone) and idle), f"--{lone} times nothing but that: leave out {', '.join(idle)}")
+    for path, suffixes in ((args.json, None), (args.plot, (".png", ".pdf", ".svg"))):
+        need(path is None or path.parent.is_dir() and not path.is_dir() and (suffixes is None or path.suffix in suffixes),
+             f"{path}: wanted a {' or '.join(suffixes or ('.json',))} file in a folder that exists")
+    for module, asked in (("matplotlib", args.plot), ("transformers", args.against)):
+        need(not asked or importlib.util.find_spec(module), f"{module} is not here: pip install {module}")
+    try:
+        need(torch.empty(1, device=args.device).device.type in ("cpu", "cuda"), f"--device {args.device}: wanted cpu or cuda")
+    except (RuntimeError, AssertionError):
+        raise ValueError(f"--device {args.device} is not there: try --device=cpu") from None
+    config = LlamaConfig.from_pretrained(args.init_from)
+    most = config.max_position_embeddings - max(WINDOWS)
+    need(max(args.kv_lens) <= most, f"--kv_lens {max(args.kv_lens)}: the context holds {most} before a window of {WINDOWS[-1]}")
+    ids = [args.mask_id, config.mask_id, 0 if args.random_weights else None]
+    config.mask_id = next((i for i in ids if i is not None), None)
+    need(args.against or config.mask_id is not None,
+         f"{args.init_from} names no mask token: give --mask_id, an id of its vocabulary that text never uses")
+    need(0 <= (config.mask_id or 0) < config.vocab_size, f"--mask_id {config.mask_id}: wanted 0 to {config.vocab_size - 1}")
+    return config
+
+
+# ------------------------------------------------------------------------------------------ --kernels
+
+# Windows of the timed decoding: W -> causal tokens, what each block sees, block size (one token, [block], [pending | block]).
+KERNEL_WINDOWS = {1: (1, [], 1), 16: (0, [0], 16), 32: (16, [16], 16)}
+CHECKED_WINDOWS = KERNEL_WINDOWS | {20: (5, [1, 3, 5], 5), 128: (64, [64], 64)}
+# GPU, and the interpreter on the CPU: heads, key heads, D; cached tokens; L of the training checks; repeats.
+ON_GPU, INTERPRETED = (32, 8, 128, 1000, 500, 20), (4, 2, 16, 70, 20, 1)
+FLEX_UNTIL = 300   # seconds after which no further shape is compiled for FlexAttention
+
+
+def kernel_seconds(functions: dict, repeats: int, graph: bool) -> dict:
+    """name -> median seconds a call, in turn. graph: on CUDA, replayed without Python's part of it, the L2 cache flushed before."""
+    if not torch.cuda.is_available():
+        return {name: median(s) for name, s in interleaved(functions, repeats, 0).items()}
+    flush, calls, seconds = torch.empty(2**28, dtype=torch.int8, device="cuda"), {}, {name: [] for name in functions}
+    for name, function in functions.items():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(3):
+                function()
+        torch.cuda.synchronize()
+        calls[name] = function
+        if graph:
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                function()
+            calls[name] = captured.replay
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            seconds[name].append(start.elapsed_time(end) / 1e3)
+    return {name: median(s) for name, s in seconds.items()}
+
+
+def relative_error(ours, truth):
+    return ((ours.double() - truth).norm() / truth.norm()).item()
+
+
+def decoding_case(shape, batch, kv_len, W, dtype, device):
+    """One layer's inputs q, k, v of a window behind kv_len tokens; the rule; and a KVCache for Triton and one for SDPA, which
+    share their tensors; attend[name] runs it."""
+    H, Hkv, D, *_ = shape
+    causal, sees, k = CHECKED_WINDOWS[W]
+    config = LlamaConfig(hidden_size=H * D, num_hidden_layers=1, num_attention_heads=H, num_key_value_heads=Hkv, head_dim=D)
+    caches = {name: KVCache(config, batch, size, device, dtype, name) for name, size in (("triton", kv_len + W), ("sdpa", 1))}
+    caches["sdpa"].k, caches["sdpa"].v = caches["triton"].k.normal_(), caches["triton"].v.normal_()
+    qkv = [torch.randn(batch, W, heads, D, device=device, dtype=dtype).transpose(1, 2) for heads in (H, Hkv, Hkv)]
+    attend = {}
+    for name, cache in caches.items():
+        cache.commit([kv_len] * batch)
+        w = window(cache, [causal] * batch, [sees] * batch, k)
+        rule = w.rule if name == "triton" else rule
+        attend[name] = functools.partial(cached_attend(cache, w), 0, *qkv)
+    return qkv, rule, caches["triton"], attend
+
+
+def flex_decoding(q, rule, cache):
+    """FlexAttention with the window's rule, over the cache with the window's keys and values written behind it."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    W, length = q.shape[2], int(rule[0, 0])
+    seen, block = rule[0, 2:2 + W].contiguous(), rule[0, 2 + W:].contiguous()
+
+    def may_attend(b, h, row, key):
+        own = (key - length).clamp(min=0)
+        return (key - length < seen[row]) | (block[row] >= 0) & (key >= length) & (block[row] == block[own])
+
+    mask = create_block_mask(may_attend, None, None, W, length + W, device=q.device)
+    torch._dynamo.reset()   # else it stops compiling after a few shapes
+    return functools.partial(torch.compile(flex_attention, dynamic=False), q, cache.k[0, :, :, :length + W], cache.v[0, :, :, :length + W],
+                             block_mask=mask, enable_gqa=True)
+
+
+def check_decoding(shape, W, dtype, device):
+    """The decoding kernel against its float64 reference: relative errors of the output, and of the cache (0)."""
+    from kernels.block_decode import reference
+    qkv, rule, cache, attend = decoding_case(shape, 2, shape[3], W, dtype, device)
+    exact = [x.double() for x in (*qkv, cache.k[0], cache.v[0])]
+    out, truth = attend["triton"](), reference(*exact, rule)
+    need(torch.equal(cache.k[0].double(), exact[3]) and torch.equal(cache.v[0].double(), exact[4]), "the cache differs")
+    return dict(output=relative_error(out, truth))
+
+
+def training_inputs(batch, heads, kv_heads, L, D, dtype, device):
+    """q, k, v (B, H or Hkv, 2L, D) that want gradients, and the output's gradient."""
+    return [torch.randn(batch, n, 2 * L, D, device=device, dtype=dtype, requires_grad=i < 3) for i, n in
+            enumerate((heads, kv_heads, kv_heads, heads))]
+
+
+def check_training(shape, k, dtype, device):
+    """The training kernels against dense float64 attention with the mask: relative errors of the output and the gradients."""
+    from kernels.sbd_attention import sbd_attention
+    H, Hkv, D, _, L, _ = shape
+    *qkv, g = training_inputs(1, H // 4, Hkv // 2, L, D, dtype, device)
+    out = sbd_attention(*qkv, k, backend="triton")
+    exact = [x.detach().double().requires_grad_() for x in qkv]
+    keys, values = (x.repeat_interleave(qkv[0].shape[1] // x.shape[1], 1) for x in exact[1:])
+    scores = exact[0] @ keys.transpose(2, 3) / math.sqrt(D)
+    truth = scores.masked_fill(~sbd_attention_mask(L, k).to(device), -torch.inf).softmax(-1) @ values
+    pairs = zip((out, *torch.autograd.grad(out, qkv, g)), (truth, *torch.autograd.grad(truth, exact, g.double())))
+    return {name: relative_error(*pair) for name, pair in zip(("output", "dq", "dk", "dv"), pairs)}
+
+
+def time_training(shape, batch, L, k, dtype, device, flex):
+    """Forward, and forward plus backward, of Triton and compiled FlexAttention; Triton's peak memory over what must exist."""
+    from kernels.sbd_attention import cost, sbd_attend
+    H, Hkv, D, *_, repeats = shape
+    *qkv, g = training_inputs(batch, H, Hkv, L, D, dtype, device)
+    attend = {name: sbd_attend(L, k, None, device, name) for name in ["triton"] + ["flex"] * flex}
+    jobs = {(name, "forward"): functools.partial(f, *qkv) for name, f in attend.items()}
+    jobs |= {(name, "both"): lambda f=f: torch.autograd.grad(f(*qkv), qkv, g) for name, f in attend.items()}
+    s = kernel_seconds(jobs, repeats, graph=False)
+    forward, backward = cost(batch, H, Hkv, L, D, k)["flops"]
+    t = s["triton", "forward"], s["triton", "both"] - s["triton", "forward"]
+    row = dict(ms=1e3 * s["triton", "both"], forward_tflops=forward / t[0] / 1e12, backward_tflops=backward / t[1] / 1e12)
+    if flex:
+        row |= dict(over_flex=s["flex", "both"] / s["triton", "both"], forward_over_flex=s["flex", "forward"] / t[0])
+    if device.type == "cuda":
+        must = 2 * sum(x.nbytes for x in (*qkv, g))                  # with the gradients, and with o in g's size
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() - must // 2
+        jobs["triton", "both"]()
+        row["memory"] = (torch.cuda.max_memory_allocated() - before) / must
+    return row
+
+
+def time_decoding(shape, batch, kv_len, W, dtype, device, flex, copy):
+    """One layer's attention: Triton beside SDPA and FlexAttention; its rate on the cache's bytes over `copy` bytes/s."""
+    from kernels.block_decode import cost
+    H, Hkv, D, *_, repeats = shape
+    qkv, rule, cache, jobs = decoding_case(shape, batch, kv_len, W, dtype, device)
+    if flex:
+        jobs["flex"] = flex_decoding(qkv[0], rule, cache)
+    s = kernel_seconds(jobs, repeats, graph=True)
+    row = dict(ms=1e3 * s["triton"], tflops=cost(rule.cpu(), H, Hkv, D, 2)["flops"] / s["triton"] / 1e12,
+               of_copy=2 * batch * Hkv * kv_len * D * dtype.itemsize / s["triton"] / copy)
+    return row | {f"over_{name}": s[name] / s["triton"] for name in ("sdpa", "flex") if name in s}
+
+
+def bench_kernels() -> list:
+    """The Triton kernels on a GPU, Hopper's targets beside the figures: checked first, then timed, one row a case.
+
+    Without a GPU, under TRITON_INTERPRET=1, a tiny case of everything. A case that fails is a row that says why.
+    """
+    on_gpu = torch.cuda.is_available()
+    need(on_gpu or os.environ.get("TRITON_INTERPRET") == "1", "--kernels needs a GPU (TRITON_INTERPRET=1 runs tiny cases on the CPU)")
+    device, shape, rows, began = torch.device("cuda" if on_gpu else "cpu"), ON_GPU if on_gpu else INTERPRETED, [], time.perf_counter()
+    H, Hkv, D, kv_len, L, repeats = shape
+    print(f"{torch.cuda.get_device_name() if on_gpu else 'CPU, interpreted: the seconds mean nothing'}, torch {torch.__version__}, "
+          f"H={H} Hkv={Hkv} D={D}")
+
+    def row(name, run, wanted="", **args):
+        try:
+            figures = run(shape, device=device, **args)
+            text = "  ".join(f"{n} {x:.4g}" for n, x in figures.items())
+            if run in (check_decoding, check_training):
+                text += "  ok" if all(x <= float(wanted) for x in figures.values()) else "  WRONG"
+        except Exception as error:   # whatever it is, the other cases are worth having
+            figures = dict(failed=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+            text = f"failed: {figures['failed']}"
+        print(f"{name:52} {text}  {'(wanted: ' + wanted + ')' if wanted else ''}", flush=True)
+        rows.append(dict(name=name, wanted=wanted, **figures))
+        if on_gpu:
+            torch.cuda.empty_cache()
+        return figures
+
+    for dtype, most in ((torch.float32, "1e-5"), (torch.bfloat16, "2e-2"), (torch.float16, "2e-2")):
+        short = str(dtype).removeprefix("torch.")
+        for W in CHECKED_WINDOWS if on_gpu else (1, 20):
+            row(f"check decoding W={W} KV={kv_len} {short}", check_decoding, most, W=W, dtype=dtype)
+        for k in (5, 16):
+            row(f"check training L={L} k={k} {short}", check_training, most, k=k, dtype=dtype)
+    source = torch.empty(2**30 if on_gpu else 2**20, dtype=torch.int8, device=device)
+    target, copy = torch.empty_like(source), 1.0
+    copy = 2 * source.nbytes / kernel_seconds(dict(copy=lambda: target.copy_(source)), repeats, graph=on_gpu)["copy"]   # bytes/s
+    del source, target
+    print(f"copy bandwidth {copy / 1e9:,.0f} GB/s (bytes read plus bytes written)")
+    for L in (16384, 4096) if on_gpu else (20,):
+        row(f"training B=2 L={L} k=16 bfloat16", time_training, "forward 300, backward 200, over_flex 1 (better 1.3), memory 1.2"
+            if L == 16384 else "", batch=2, L=L, k=16, dtype=torch.bfloat16, flex=on_gpu)
+    for batch, kv_len in itertools.product((1, 8), (4096, 32768, 131072)) if on_gpu else [(1, 70)]:
+        times = {}
+        for W in KERNEL_WINDOWS:
+            wanted = "" if batch == 1 or kv_len < 32768 else "of_copy 0.85" if W < 32 else "tflops 300"
+            figures = row(f"decoding B={batch} KV={kv_len} W={W} bfloat16", time_decoding, wanted, batch=batch, kv_len=kv_len, W=W,
+                          dtype=torch.bfloat16, flex=on_gpu and time.perf_counter() - began < FLEX_UNTIL, copy=copy)
+            times[W] = figures.get("ms", math.nan)
+        row(f"decoding B={batch} KV={kv_len}, seconds over W=1's", lambda *_, **__: {f"W={W}": t / times[1] for W, t in times.items()},
+            "W=16 1.2, W=32 1.6" if (batch, kv_len) == (1, 32768) else "")
+    print(f"{time.perf_counter() - began:.0f} s. over_NAME: NAME's seconds over Triton's; of_copy: KV bytes a second over the copy bandwidth; "
+          "memory: peak over q, k, v, o and gradients")
+    return rows
+
+
+def main(argv=None):
+    args = parse(argv)
+    config, device, dtype = check(args), torch.device(args.device), getattr(torch, args.dtype)
+    if args.kernels:
+        figures = bench_kernels()
+        if args.json:
+            write_whole(args.json, lambda path: path.write_text(json.dumps(figures, indent=1) + "\n"))
+        return
+    with torch.device("meta"):
+        count = sum(p.numel() for p in Llama(config).parameters())
+    slots = max(args.batches) * (2 * max(args.kv_lens) + max(WINDOWS))   # bench_forwards' two caches
+    count_kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * slots
+    total, free = (count + count_kv) * dtype.itemsize, free_memory(device)
+    need(total <= free, f"weights and caches take {total / 2**30:.1f} GiB, {device} has {free / 2**30:.1f} GiB free: "
+                        "use a smaller model or dtype, fewer --batches or shorter --kv_lens")
+    if args.random_weights:
+        model, prompts = random_model(config, device, dtype), torch.randint(config.vocab_size, (args.num_prompts, 128)).tolist()
     else:
-        figures["decoding"] = bench_decoding(model, prompts, args.block_size, args.gamma, args.max_new_tokens, args.repeats)
-        if args.batch_size:
-            figures["training"] = bench_training(model, args.batch_size, args.seq_len, args.block_size, args.repeats)
+        from data.word_problems.prepare import problems
+        model = Llama.from_pretrained(args.init_from, device, dtype, args.mask_id)
+        tokenizer = Tokenizer.from_pretrained(model.folder)
+        prompts = [tokenizer.encode(problem.prompt) for problem in problems("val", args.num_prompts)]
+    model.fuse()
+    if args.compile:
+        compile_layers(model, dynamic=True)
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    how = ["random weights"] * args.random_weights + ["compiled"] * args.compile
+    title = ", ".join([Path(args.init_from).name, *how, args.dtype, machine])
+    print(f"{title}: {count / 1e6:,.1f}M parameters, torch {torch.__version__}")
+    figures = dict(title=title, torch=torch.__version__, parameters=count)
+    if args.against:
+        figures["transformers"] = bench_transformers(model, prompts[0], args.max_new_tokens, args.repeats)
+    else:
+        limits, figures["ceilings"] = ceilings(count * dtype.itemsize, dtype, device, args.repeats)
+        case = dict(config=config, device=limits, weight_bytes=dtype.itemsize, kv_bytes=dtype.itemsize, act_bytes=dtype.itemsize)
+        figures["forwards"] = bench_forwards(model, case, args.kv_lens, args.batches, args.repeats)
+        modes = ["ntp"] + ["sbd"] * (bool(args.nfe_speedup) or not args.random_weights) + ["verified"] * (not args.random_weights)
+        figures["decoding"] = bench_decoding(model, case, prompts, modes, args.block_size, args.gamma, args.hedges,
+                                             args.nfe_speedup, args.max_new_tokens, args.repeats)
+        if args.batch_size and not args.random_weights:
+            figures["training"] = bench_training(model, case, args.batch_size, args.seq_len, args.block_size, args.repeats)
     if args.json:
         write_whole(args.json, lambda path: path.write_text(json.dumps(figures, indent=1) + "\n"))
+    if args.plot:
+        plot(args.plot, figures, title)
 
 
 if __name__ == "__main__":
