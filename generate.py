@@ -25,7 +25,7 @@ import torch
 
 import trace
 from eb_sampler import SAMPLERS, distribution, entropy_of
-from kv_cache import KVCache, cached_attend, window
+from kv_cache import Graphs, decode_kernel, lend_cache, run_window, window
 from model import PRESETS, Llama, compile_layers
 from tokenizer import Tokenizer
 
@@ -73,7 +73,7 @@ class Step:
     start: int                                    # position of the block's first place, or of the first final token
     block: list                                   # sbd: the block after this forward, None = masked
     drafted: list = field(default_factory=list)   # verified: the draft that this forward checked
-    accepted: int = 0                             # verified: how many of its tokens NTP agreed with
+    accepted: int = 0                             # verified: how many of its tokens are in `final`
 
 
 def draw(p, u):
@@ -89,7 +89,8 @@ def at(hidden, index):
 
 @torch.inference_mode()
 def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_ids=(), mode="sbd", hedges=2,
-           temperature=0.0, top_k=None, top_p=None, seed=None, sampler="eb", factor=1.0, threshold=0.9):
+           temperature=0.0, top_k=None, top_p=None, seed=None, sampler="eb", factor=1.0, threshold=0.9,
+           attention="auto"):
     """Algorithms 2 and 3 and method section 10: a generator over forwards, each yielding one Step for every row that
     took part. Arguments as in `generate`; rows leave the batch as they end.
     """
@@ -104,12 +105,12 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
     rows = [Row(i, min(max_new_tokens, config.max_position_embeddings - len(p)),
                 torch.Generator().manual_seed(seed + i) if temperature else None) for i, p in enumerate(prompts)]
     scratch = 2 * k if mode == "sbd" else k + k * min(hedges, k)
-    cache = KVCache(config, len(rows), max(map(len, prompts)) + max(r.limit for r in rows) + scratch, device, weight.dtype)
+    cache = lend_cache(model, len(rows), max(map(len, prompts)) + max(r.limit for r in rows) + scratch, attention)
 
     def forward(tokens, num_causal, blocks):
         """Run one window, a list of tokens a row -> hidden states (B, W, C)."""
         w, W = window(cache, num_causal, blocks, k), max(map(len, tokens))
-        return model.hidden(torch.tensor([t + [0] * (W - len(t)) for t in tokens]).to(device), w.positions, cached_attend(cache, w))
+        return run_window(model, cache, torch.tensor([t + [0] * (W - len(t)) for t in tokens]).to(device), w)
 
     def logits_of(hidden):
         logits = model.lm_head(hidden)
@@ -145,7 +146,7 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
             u = [row.uniforms(k)[place] for row, place in zip(rows, places)]
             token = draw(p, torch.nn.utils.rnn.pad_sequence(u, batch_first=True).to(device))
         else:
-            token = logits.argmax(-1)
+            token = logits.max(-1).indices                         # argmax alone is slower in bfloat16 on the CPU
         token, H, c = np.split(fetch(token, entropy_of(p), p.amax(-1)), 3, -1)   # (B, n)
         masked = np.array([[True] * len(p) + [False] * (n - len(p)) for p in places])
         exact = np.float64 if p.dtype == torch.float64 else np.float32
@@ -217,7 +218,7 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
             row.nfe += 1
             start, a = len(row.tokens), int(a)
             final = row.extend([row.next, *row.draft[:a]], stop_ids)
-            steps.append(Step(row, list(enumerate(final, start)), final, start, [], row.draft, a))
+            steps.append(Step(row, list(enumerate(final, start)), final, start, [], row.draft, len(final) - 1))
             row.next, hit = int(following), bool(new and new[0])
             row.draft = [int(t) for t in new[1:k]] if hit else []
             row.confidence = new[k:] if hit else []
@@ -255,6 +256,8 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
             q, new = verified_step(q)
             steps += new
         if not steps:
+            if model.graphs is not None:
+                model.graphs.idle = cache
             return
         yield steps
 
@@ -270,16 +273,18 @@ def likeliest(confidence, hedges):
 
 
 def generate(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_ids=(), mode="sbd", hedges=2,
-             temperature=0.0, top_k=None, top_p=None, seed=None, **sampler):
+             temperature=0.0, top_k=None, top_p=None, seed=None, attention="auto", **sampler):
     """Continue prompts, lists of token ids -> Rows with .tokens (prompt excluded), .nfe and .stopped (by a stop id).
 
     mode: "sbd" decodes blocks of `block_size` with entropy budget `gamma` (nats); "ntp" one token a forward;
     "verified" drafts blocks, checks them and gives NTP's text, with `hedges` blocks a window. sampler ("eb",
     "eb-confidence", "factor", "threshold") chooses the rule of sbd, factor and threshold are its bounds. Row i draws
-    from a generator seeded seed + i. At most max_new_tokens, and never past the model's context. Raises ValueError.
+    from a generator seeded seed + i. attention ("auto", "triton", "sdpa"): what attends to the cache. At most
+    max_new_tokens, and never past the model's context. Raises ValueError.
     """
     rows = {}
-    for steps in decode(model, prompts, block_size, gamma, max_new_tokens, stop_ids, mode, hedges, temperature, top_k, top_p, seed, **sampler):
+    for steps in decode(model, prompts, block_size, gamma, max_new_tokens, stop_ids, mode, hedges, temperature, top_k, top_p, seed,
+                        attention=attention, **sampler):
         rows |= {step.row.index: step.row for step in steps}
     return [rows.get(i) or Row(i, 0, None) for i in range(len(prompts))]
 
@@ -368,8 +373,13 @@ def parse(argv=None):
     a("--trace", type=Path, help="write what each forward did: out.html, a page, or out.svg, a picture of the first sample")
     a("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, mps")
     a("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of weights and cache; default bfloat16 on cuda, else float32")
-    a("--compile", action="store_true", help="torch.compile the layers: slower to start, faster after")
+    a("--attention", choices=("auto", "triton", "sdpa"), default="auto", help="what attends to the cache; auto: triton on cuda, else sdpa")
+    a("--compile", action="store_true", help="slower to start, faster after: torch.compile both halves of the layers; on cuda, with Triton's attention, also replay each decoding forward as one CUDA graph")
     return p.parse_args(argv)
+
+
+# The options that not every mode has a use for, and the modes that do.
+USED_BY = dict(gamma=["sbd"], sampler=["sbd"], factor=["sbd"], threshold=["sbd"], hedges=["verified"], block_size=["sbd", "verified"])
 
 
 def piped_text():
@@ -409,9 +419,17 @@ def load(args):
     except (RuntimeError, AssertionError):
         raise ValueError(f"--device {args.device} is not there: try --device=cpu") from None
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    decode_kernel(getattr(args, "attention", "auto"), device, dtype)   # evaluate.py has no such option
     model = Llama.from_pretrained(args.init_from or shipped, device, dtype, args.mask_id)
     tokenizer = Tokenizer.from_pretrained(model.folder)
-    return compile_layers(model, dynamic=True) if args.compile else model, tokenizer
+    return compile_decoding(model) if args.compile else model, tokenizer
+
+
+def compile_decoding(model):
+    """--compile: both halves of every layer (any length, so that few variants are compiled); on CUDA also graphs of the forwards."""
+    if model.lm_head.weight.device.type == "cuda":
+        model.graphs = Graphs()
+    return compile_layers(model, dynamic=True)
 
 
 def show_block(step: Step, tokenizer, color: bool) -> str:
@@ -426,8 +444,13 @@ def show_block(step: Step, tokenizer, color: bool) -> str:
 
 
 def main():
-    args = parse()
+    args, defaults = parse(), parse([])
     args.mode = args.mode or ("verified" if args.gamma is None else "sbd")
+    for name, modes in USED_BY.items():
+        if args.mode not in modes and getattr(args, name) != getattr(defaults, name):
+            print(f"generate.py: --{name} has no effect in --mode={args.mode}, only in {' and '.join(modes)}", file=sys.stderr)
+    if args.trace and args.max_new_tokens == 0:
+        raise ValueError("--trace: --max_new_tokens=0 runs no forward that could be shown, wanted at least 1")
     args.gamma = 0.1 if args.gamma is None else args.gamma
     options = {name: getattr(args, name) for name in ("block_size", "gamma", "max_new_tokens", "mode", "hedges", "temperature", "top_k",
                                                       "top_p", "sampler", "factor", "threshold")}
@@ -444,7 +467,7 @@ def main():
     if demo:
         from data.word_problems.prepare import problems
         text = problems("val", 4)[3].prompt
-    options |= dict(stop_ids=model.config.stop_ids, seed=args.seed)
+    options |= dict(stop_ids=model.config.stop_ids, seed=args.seed, attention=args.attention)
     if args.chat:
         ids = tokenizer.apply_chat_template([dict(role="user", content=text)])
     else:

@@ -87,7 +87,7 @@ def read(steps, tokenizer):
                     f"forward {nfe}, position {p}, token {token}{why}", token, nfe)
 
     def not_kept(s, j, text):
-        why = ("not checked: the text ends here" if s.row.done and len(s.final) == 1 else "accepted, but behind the end" if j < s.accepted
+        why = ("not checked: the text ends here" if s.row.done and len(s.final) == 1 else "behind the end" if s.row.done
                else "rejected" if j == s.accepted else "behind the rejected token")
         return Cell(text, "rejected" if why == "rejected" else "behind", "", f"draft {j + 1}, token {s.drafted[j]}, {why}", s.drafted[j])
 

@@ -407,6 +407,7 @@ BAD_COMMANDS = {
     "mask_id below 0": (["--prompt", "a", "--mask_id=-1"], "outside the vocabulary"), "hedges": (["--prompt", "a", "--hedges=0"], "hedges 0"),
     "num_samples": (["--prompt", "a", "--num_samples=0"], "num_samples 0"), "temperature": (["--prompt", "a", "--temperature=-1"], "temperature -1"),
     "preset": (["--prompt", "a", "--init_from=llama9-1b"], "llama9-1b"), "no weights": (["--prompt", "a", "--init_from=sbd-3b"], "no published weights"),
+    "a trace of nothing": (["--prompt", "a", "--trace=out.html", "--max_new_tokens=0"], "--trace: --max_new_tokens=0"),
     "no model": (["--prompt", "a", "--init_from", ROOT / "data"], "no config.json"), "device name": (["--prompt", "a", "--device=gpu"], "--device gpu"),
 }
 
@@ -460,10 +461,16 @@ def test_ntp_text_on_stdout_is_the_models_greedy_text(command, tiny):
 
 
 def test_verified_prints_the_same_text_and_is_the_default_without_gamma(command, tiny):
-    for argv, mode in (([], "verified"), (["--gamma=0.1"], "sbd"), (["--mode=sbd"], "sbd"), (["--mode=verified", "--gamma=0.1"], "verified")):
+    for argv, mode in (([], "verified"), (["--gamma=0.1"], "sbd"), (["--mode=sbd"], "sbd")):
         code, out, err = command(*HERE, "--prompt", PROMPT, *argv)
         assert code == 0 and err.startswith(f"\n{mode}: ")
         assert mode == "sbd" or out == greedy_text(tiny, PROMPT, 12)
+
+
+@pytest.mark.parametrize("argv", [["--mode=verified", "--gamma=0.1"], ["--sampler=factor"], ["--mode=ntp", "--hedges=3"], ["--mode=sbd", "--hedges=3"]])
+def test_an_option_without_effect_in_the_mode_is_named(command, argv):
+    code, out, err = command(*HERE, "--prompt", PROMPT, *argv)
+    assert code == 0 and err.startswith(f"generate.py: {argv[-1].split('=')[0]} has no effect in --mode=")
 
 
 def test_options_are_given_with_equals_sign_or_space(command):

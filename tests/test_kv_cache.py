@@ -363,3 +363,16 @@ def test_cache_is_allocated_once():
         cache.commit(list(map(len, causal)))
     cache.keep([1])
     assert (cache.k.data_ptr(), cache.v.data_ptr()) == storage
+
+
+def test_ragged_rows_under_autocast():
+    """Autocast gives q, k and v its own dtype; the cache keeps the one it was made with."""
+    model = tiny_model(torch.float32)
+    cache = KVCache(model.config, 2, 16)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        for causal in ([[1, 2, 3], [4]], [[5], [6]]):
+            logits = run_window(model, cache, causal, [[], []], 4)
+            cache.commit([len(c) for c in causal])
+    for b, text in enumerate(([1, 2, 3, 5], [4, 6])):
+        truth = plain_forward(model, text)[0][-1]
+        assert (logits[b, 0].float() - truth).norm() <= 0.05 * truth.norm()      # bfloat16 keeps 8 bits

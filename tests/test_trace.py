@@ -117,7 +117,7 @@ def test_accepted_and_rejected_drafts_are_listed(tmp_path):
             assert all(f"token {t}" in title for t, title in zip(s.final, titles))
             for j, title in enumerate(titles[kept:kept + len(s.drafted) - kept + 1], kept - 1):
                 unchecked = s is steps[-1] and kept == 1
-                fate = ("not checked: the text ends here" if unchecked else "accepted, but behind the end" if j < s.accepted
+                fate = ("not checked: the text ends here" if unchecked else "behind the end" if s is steps[-1]
                         else "rejected" if j == s.accepted else "behind the rejected token")
                 assert title == f"draft {j + 1}, token {s.drafted[j]}, {fate}"
                 seen.add(fate)
@@ -169,7 +169,7 @@ def test_command_line_writes_the_page_of_what_it_printed(mode, tmp_path, monkeyp
     model = tiny_model(vocab_size=tokenizer.vocab_size, mask_id=tokenizer.special_ids["<|mask|>"], seed=1)
     monkeypatch.setattr(generate, "load", lambda args: (model, tokenizer))
     monkeypatch.setattr(sys, "argv", ["generate.py", "--prompt=Mia has 14 <b>apples</b> & 'pens'.", f"--mode={mode}", "--max_new_tokens=24",
-                                      f"--trace={tmp_path / 'out.html'}", "--gamma=3"])
+                                      f"--trace={tmp_path / 'out.html'}", *["--gamma=3"] * (mode == "sbd")])
     generate.main()
     page = Page((tmp_path / "out.html").read_text(encoding="utf-8"))
     assert "Mia has 14 <b>apples</b> & 'pens'." in page.text
