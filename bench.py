@@ -29,8 +29,8 @@ import torch.nn.functional as F
 
 import generate as decoding
 import roofline
-from kv_cache import KVCache, cached_attend, window
-from model import Llama, LlamaConfig, compile_layers, free_memory, need, pack, packed_linear, write_whole
+from kv_cache import KVCache, cached_attend, run_window, window
+from model import Llama, LlamaConfig, free_memory, need, pack, packed_linear, write_whole
 from sbd_loss import ntp_loss, sbd_attention_mask, sbd_loss
 from tokenizer import Tokenizer
 
@@ -124,7 +124,7 @@ def forward_job(model, cache, block_size, num_causal, num_blocks, read):
     @torch.inference_mode()
     def run():
         w = window(cache, [num_causal] * B, [[num_causal] * num_blocks] * B, block_size)
-        hidden = model.hidden(tokens, w.positions, cached_attend(cache, w))
+        hidden = run_window(model, cache, tokens, w)
         return model.lm_head(hidden[:, W - read:]).argmax(-1).tolist()
     return run
 
@@ -214,16 +214,17 @@ def layout(mode, W, k, hedges):
 
 def forwards_of(model, run) -> list:
     """(cached tokens, W) of every decoding forward of run(), one row each; prefills are left out."""
-    hidden, seen = model.hidden, []
+    hidden, graphs, seen = model.hidden, model.graphs, []
 
     def watched(tokens, positions, attend):
         seen.append((int(positions[0, 0]), tokens.shape[1]))
         return hidden(tokens, positions, attend)
 
-    model.hidden = watched
+    model.hidden, model.graphs = watched, None   # a replayed graph would call nothing
     try:
         run()
     finally:
+        model.graphs = graphs
         del model.hidden
     return [forward for forward in seen if forward[0]]
 
@@ -686,7 +687,7 @@ def main(argv=None):
         prompts = [tokenizer.encode(problem.prompt) for problem in problems("val", args.num_prompts)]
     model.fuse()
     if args.compile:
-        compile_layers(model, dynamic=True)
+        decoding.compile_decoding(model)
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     how = ["random weights"] * args.random_weights + ["compiled"] * args.compile
     title = ", ".join([Path(args.init_from).name, *how, args.dtype, machine])

@@ -136,10 +136,10 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
             num_causal.append(len(causal))
             blocks.append([len(causal)])
             places.append([i for i, t in enumerate(row.block) if t is None])
+        n = max(map(len, places))                                  # what goes to the device goes before the forward
+        index = torch.tensor([[c + i for i in p] + [0] * (n - len(p)) for c, p in zip(num_causal, places)]).to(device)
         hidden = forward(tokens, num_causal, blocks)
         cache.commit(num_causal)
-        n = max(map(len, places))
-        index = torch.tensor([[c + i for i in p] + [0] * (n - len(p)) for c, p in zip(num_causal, places)]).to(device)
         logits = logits_of(at(hidden, index))                      # (B, n, V), n the most masks of a row
         p = distribution(logits, temperature, top_k, top_p)
         if temperature:
@@ -169,12 +169,14 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
         draft_length = torch.tensor([len(row.draft) for row in rows])
         d = int(draft_length.max())
         outcomes = [likeliest(row.confidence, hedges) if k > 1 else [] for row in rows]
+        width = max(map(len, outcomes))
+        laid = torch.tensor([o + [-1] * (width - len(o)) for o in outcomes]).to(device)   # before the forward: no later copy waits
+        draft = torch.tensor([row.draft + [-1] * (d - len(row.draft)) for row in rows], dtype=torch.int64).view(len(rows), d).to(device)
+        index, draft_length = torch.minimum(torch.arange(1 + d), draft_length[:, None]).to(device), draft_length.to(device)
         hidden = forward([[row.next, *row.draft] + [config.mask_id] * (k * len(o)) for row, o in zip(rows, outcomes)],
                          [1 + len(row.draft) for row in rows], [[a + 1 for a in o] for o in outcomes])
         # Check: the NTP prediction at each of [next | draft] against the draft token behind it.
-        index = torch.minimum(torch.arange(1 + d), draft_length[:, None]).to(device)
         logits = logits_of(at(hidden, index))                      # (B, 1 + d, V)
-        draft = torch.tensor([row.draft + [-1] * (d - len(row.draft)) for row in rows], dtype=torch.int64).view(len(rows), d).to(device)
         is_draft = draft >= 0
         if temperature:
             u = torch.stack([torch.cat((row.uniforms(len(row.draft) + k), torch.zeros(d - len(row.draft), dtype=torch.float64)))
@@ -191,7 +193,7 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
             p = p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]
             if d:                                                  # behind a rejection: draw from max(p - q, 0)
                 rest = (p - q.gather(1, accepted.clamp(max=d - 1)[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]).clamp(min=0)
-                rejected = (accepted < draft_length.to(device)) & (rest.sum(-1) > 0)
+                rejected = (accepted < draft_length) & (rest.sum(-1) > 0)
                 p = torch.where(rejected[:, None], rest, p)
             following, finite = draw(p, u[:, 0]), p.amax(-1)
         else:
@@ -199,10 +201,8 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
         # Draft: read it off the block that was laid out for this outcome, if there is one.
         results = [accepted, following, finite]
         if k > 1:
-            width = max(map(len, outcomes))
-            laid = torch.tensor([o + [-1] * (width - len(o)) for o in outcomes]).to(device)
             match = laid == accepted[:, None]
-            begin = (1 + draft_length).to(device) + k * match.long().argmax(-1)
+            begin = 1 + draft_length + k * match.long().argmax(-1)
             index = torch.where(match.any(-1), begin, 0)[:, None] + torch.arange(1, k, device=device) * match.any(-1)[:, None]
             logits = logits_of(at(hidden, index))                  # (B, k - 1, V)
             if temperature:
@@ -374,7 +374,7 @@ def parse(argv=None):
     a("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, mps")
     a("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of weights and cache; default bfloat16 on cuda, else float32")
     a("--attention", choices=("auto", "triton", "sdpa"), default="auto", help="what attends to the cache; auto: triton on cuda, else sdpa")
-    a("--compile", action="store_true", help="slower to start, faster after: torch.compile both halves of the layers; on cuda, with Triton's attention, also replay each decoding forward as one CUDA graph")
+    a("--compile", action="store_true", help="for cuda: torch.compile the layers and, with Triton's attention, replay each forward as one CUDA graph; slower to start")
     return p.parse_args(argv)
 
 

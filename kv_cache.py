@@ -12,6 +12,8 @@ Keys and values of the whole window are written behind `lengths`; `commit` decid
 and the next forward overwrites the rest (kernels/block_decode.py writes the causal ones only). So keys computed inside a
 bidirectional block are never kept.
 
+`run_window` runs a window's forward; on CUDA, generate.py --compile makes it the replay of a CUDA graph.
+
 Shapes: B rows, W window tokens, S cache slots, H query heads, Hkv key/value heads, G = H / Hkv, D head dimension.
 """
 import functools
@@ -57,7 +59,7 @@ class KVCache:
         shape = (config.num_hidden_layers, batch_size, config.num_key_value_heads, max_len, config.head_dim)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
-        self.all = self.k, self.v                                   # also the rows that `keep` dropped
+        self.whole = self.k, self.v                                 # also the rows that `keep` dropped
         self.lengths = torch.zeros(batch_size, dtype=torch.int64)   # on the host, where it decides shapes
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.graphs, self.pool, self.made_for = {}, torch.cuda.graph_pool_handle() if self.k.is_cuda else None, None   # below
@@ -175,13 +177,15 @@ def run_window(model, cache: KVCache, tokens, w: Window):
     inputs = tokens, w.positions, w.rule
     if model.graphs is None or w.rule is None or w.causal:
         return model.hidden(tokens, w.positions, cached_attend(cache, w))
-    (B, W), (K, V) = tokens.shape, cache.all
+    (B, W), (K, V) = tokens.shape, cache.whole
     n = min(1 << (B - 1).bit_length(), K.shape[1])
     if (n, W) not in cache.graphs:
-        rows, kernel, S = (K[:, :n], V[:, :n]), cache.kernel, K.shape[3]   # any length up to S: it decides the splits
-        buffers = [x.new_zeros(n, x.shape[1]) for x in inputs]             # a rule of zeros: nothing cached, nothing written
-        cache.graphs[n, W] = buffers, model.graphs.capture(
-            lambda tokens, positions, rule: model.hidden(tokens, positions, kernel_attend(kernel, *rows, rule, S)), buffers, cache.pool)
+        buffers = [x.new_zeros(n, x.shape[1]) for x in inputs]                   # a rule of zeros: nothing cached or written
+        kernel, rows, longest = cache.kernel, (K[:, :n], V[:, :n]), K.shape[3]   # of any length: it decides the splits
+
+        def forward(tokens, positions, rule):
+            return model.hidden(tokens, positions, kernel_attend(kernel, *rows, rule, longest))
+        cache.graphs[n, W] = buffers, model.graphs.capture(forward, buffers, cache.pool)
     buffers, replay = cache.graphs[n, W]
     for buffer, x in zip(buffers, inputs):
         buffer[:B].copy_(x, non_blocking=True)
@@ -226,10 +230,10 @@ def lend_cache(model, batch_size: int, max_len: int, attention="auto") -> KVCach
         return KVCache(model.config, batch_size, max_len, weight.device, weight.dtype, attention)
     made_for = weight.dtype, decode_kernel(attention, weight.device, weight.dtype), [p.data_ptr() for p in model.parameters()]
     cache, graphs.idle = graphs.idle, None
-    if cache is None or cache.made_for != made_for or batch_size > cache.all[0].shape[1] or max_len > cache.all[0].shape[3]:
+    if cache is None or cache.made_for != made_for or batch_size > cache.whole[0].shape[1] or max_len > cache.whole[0].shape[3]:
         cache = None                   # its memory first
         cache = KVCache(model.config, batch_size, max_len, weight.device, weight.dtype, attention)
         cache.made_for = made_for
-    cache.k, cache.v = (x[:, :batch_size] for x in cache.all)
+    cache.k, cache.v = (x[:, :batch_size] for x in cache.whole)
     cache.lengths = torch.zeros(batch_size, dtype=torch.int64)
     return cache

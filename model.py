@@ -139,12 +139,13 @@ class RMSNorm(nn.Module):
 def pack(weight):
     """A copy of weight (out, in) in the order in which oneDNN reads it; None where there is none, off x86 for one.
 
-    A product of 1 to 48 rows takes half the time of F.linear with it, in float32 and in bfloat16, on an AMD EPYC.
+    A product of 1 to 48 rows takes about half the time of F.linear with it, in float32 and in bfloat16.
     """
-    known = weight.dtype == torch.float32 or weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if weight.device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available() or not known:
+    if weight.device.type != "cpu" or weight.nbytes % 8 or platform.machine() not in ("x86_64", "AMD64") or not all(
+            hasattr(torch.ops.mkldnn, op) for op in ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")):
         return None
-    return torch.ops.mkldnn._reorder_linear_weight(weight)
+    known = weight.dtype == torch.float32 or weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.ops.mkldnn._reorder_linear_weight(weight) if known else None
 
 
 def packed_linear(x, packed):
@@ -152,28 +153,41 @@ def packed_linear(x, packed):
     return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
-def state(linear):
+def checksum(weight):
+    """Every changed bit changes it: the bits, 8 bytes at a time, summed modulo 2^64; as fast as memory is read."""
+    flat = weight.detach().flatten()
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    return int(flat.view(torch.int64).sum())
+
+
+def state(linear, packed):
     """What a copy of a linear's weight is a copy of. The weight's memory is held, so that its address stays its own."""
-    return linear.weight.detach(), linear.weight.data_ptr(), linear.weight._version
+    weight = linear.weight
+    return weight.detach(), weight.data_ptr(), weight._version, checksum(weight) if packed else None
 
 
-def unchanged(linear, since):
-    """Whether its weight was neither replaced nor changed in place. Asked for every linear in every decoding forward,
-    hence past nn.Module's slow attribute look-up."""
+def unchanged(linear, since, look=False):
+    """Whether nothing stands between a linear and the weight it had: not replaced, changed in place, wrapped, hooked.
+
+    Asked for every linear in every decoding forward, hence past nn.Module's slow attribute look-up. PyTorch does not count
+    changes through .data, NumPy and its fused optimizers: `look`, once a decoding, sees those too.
+    """
     weight = linear._parameters.get("weight")
-    return weight is not None and weight.data_ptr() == since[1] and weight._version == since[2]
+    return (weight is not None and weight.data_ptr() == since[1] and weight._version == since[2] and type(linear) is Linear
+            and not linear._forward_hooks and not linear._forward_pre_hooks and "forward" not in linear.__dict__
+            and (not look or since[3] is None or checksum(weight) == since[3]))
 
 
 class Fusible(nn.Module):
     """A module with something that `fuse` made for decoding. A copy or move of the module has to make its own."""
     made = None
 
-    def is_decoding(self):
-        """Whether `made` may stand in for the weights. A forward with gradients drops it: an optimizer may follow, and
-        PyTorch's fused ones change weights without counting it."""
-        if torch.is_grad_enabled() and self.made is not None:
-            self.made = None
-        return self.made is not None and not (torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
+    def usable(self):
+        """What was made, where it may stand in for the weights: in inference mode alone."""
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu"):
+            return None
+        return self.made
 
     def _apply(self, fn, recurse=True):
         self.made = None
@@ -188,47 +202,45 @@ class Linear(Fusible, nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def fuse(self):
-        if self.made is None or not unchanged(self, self.made[1]):
+        if type(self) is Linear and (self.made is None or not unchanged(self, self.made[1], look=True)):
             packed = pack(self.weight)
-            self.made = None if packed is None else (packed, state(self))
+            self.made = None if packed is None else (packed, state(self, True))
 
     def forward(self, x):
-        if self.is_decoding() and unchanged(self, self.made[1]):
-            return packed_linear(x, self.made[0])
-        return F.linear(x, self.weight)
+        made = self.usable()
+        return packed_linear(x, made[0]) if made and unchanged(self, made[1]) else F.linear(x, self.weight)
 
 
 class Together(Fusible):
     """Linears of one input, named by `names`, that decoding runs as one product where `fuse` has laid them out so."""
-    names, joint, parts = (), 1, ()
+    names, joint = (), 1
 
-    def is_fused(self):
-        """Whether the weights still are those of the one product: none was replaced, wrapped, changed or given a hook since."""
-        for name, linear, since in self.parts:
-            if not unchanged(linear, since) or self._modules[name] is not linear or linear._forward_hooks:
-                return False
-        return self.made is not None
+    def is_fused(self, look=False):
+        """Whether the weights still are those of the one product."""
+        return self.made is not None and all(self._modules[name] is linear and unchanged(linear, since, look)
+                                             for name, linear, since in self.made[3])
 
     def fuse(self):
         """Lay the weights out as one matrix: a packed copy where there is one, else a matrix of which they become views."""
         linears = [getattr(self, name) for name in self.names]
-        if self.is_fused() or not all(type(linear) is Linear for linear in linears) or len({linear.weight.dtype for linear in linears}) > 1:
+        if self.is_fused(look=True) or not all(type(linear) is Linear for linear in linears) or len({linear.weight.dtype for linear in linears}) > 1:
             return
         sizes, matrix = [linear.out_features for linear in linears], torch.cat([linear.weight for linear in linears])
-        if (packed := pack(matrix)) is not None:
-            self.made, product = packed, packed_linear
-        else:
-            self.made, product = matrix, F.linear
+        packed = pack(matrix)
+        if packed is None:
             for linear, part in zip(linears, matrix.split(sizes)):
                 linear.weight.data = part
-        self.product, self.sizes = product, [sum(sizes[:self.joint]), *sizes[self.joint:]]
-        self.parts = tuple((name, linear, state(linear)) for name, linear in zip(self.names, linears))
+        parts = [(name, linear, state(linear, packed is not None)) for name, linear in zip(self.names, linears)]
+        product, what = (F.linear, matrix) if packed is None else (packed_linear, packed)
+        self.made = product, what, [sum(sizes[:self.joint]), *sizes[self.joint:]], parts
 
     def together(self, x):
         """x (N, C) through each of the linears; once fused, the first `joint` of them come as one."""
-        if not (self.is_decoding() and self.is_fused()):
+        made = self.usable()
+        if made is None or not self.is_fused():
             return [getattr(self, name)(x) for name in self.names]
-        return self.product(x, self.made).split_with_sizes(self.sizes, -1)
+        product, matrix, sizes, _ = made
+        return product(x, matrix).split_with_sizes(sizes, -1)
 
 
 class Attention(Together):
@@ -304,6 +316,8 @@ class Llama(nn.Module):
         self.lm_head = Linear(c.hidden_size, c.vocab_size)
         self.tie_weights()
         self.grad_checkpoint = False      # train.py: recompute each layer in backward
+        self.graphs = None                # kv_cache.Graphs: decoding replays CUDA graphs of its forwards
+        self.compiled = False             # its layers are: they run the weights themselves
         self.folder = None                # where the weights came from: its tokenizer files are saved along
         for name, weight in self.named_parameters():
             if weight.dim() == 2 and not weight.is_meta:   # GPT-2's initialisation: residual branches start small
@@ -317,21 +331,21 @@ class Llama(nn.Module):
     @torch.inference_mode(False)   # the weights stay ones that can be trained
     @torch.no_grad()
     def fuse(self):
-        """Lay the matrices out for decoding, which calls this: q, k, v and gate, up of each layer as one product each, and
-        on x86 in oneDNN's own order, a second copy of the weights. The parameters stay what they are; a weight that is
-        replaced or changed afterwards is used as it then is.
+        """Lay the matrices out for decoding, which calls this each time: q, k, v and gate, up of each layer as one product
+        each, and on x86 in oneDNN's own order, a second copy of the weights. The parameters stay what they are, and what
+        becomes of them counts; only a change through .data or NumPy between two forwards of one decoding does not.
         """
         linears = [module for module in self.modules() if type(module) is Linear]
         if any(linear.weight.is_inference() for linear in linears):   # PyTorch does not tell when such a weight changes
             return
-        if self.lm_head.weight.device.type == "cpu" and sum(linear.weight.nbytes for linear in linears) > free_memory("cpu"):
+        fusible = [module for module in (self.lm_head if self.compiled else self).modules() if isinstance(module, Fusible)]
+        new = sum(linear.weight.nbytes for linear in linears) if any(module.made is None for module in fusible) else 0
+        if linears and linears[0].weight.device.type == "cpu" and new > free_memory("cpu"):
             return
-        for layer in self.model.layers:
-            for group in (layer.self_attn, layer.self_attn.o_proj, layer.mlp, layer.mlp.down_proj):
-                if isinstance(group, Fusible):
-                    group.fuse()
-        if isinstance(self.lm_head, Fusible):
-            self.lm_head.fuse()
+        joined = {id(getattr(module, name)) for module in fusible if isinstance(module, Together) for name in module.names}
+        for module in fusible:
+            if id(module) not in joined:
+                module.fuse()
 
     def hidden(self, tokens, positions=None, attend=None):
         """tokens (B, T), positions (T,) or (B, T), default 0..T-1 -> hidden states before the head (B, T, C)."""
@@ -407,6 +421,7 @@ def compile_layers(model: Llama, dynamic=None) -> Llama:
     for layer in model.model.layers:
         layer.before_attention = torch.compile(layer.before_attention, dynamic=dynamic)
         layer.after_attention = torch.compile(layer.after_attention, dynamic=dynamic)
+    model.compiled = True
     return model
 
 

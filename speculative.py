@@ -13,6 +13,7 @@ import statistics
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from bench import interleaved
@@ -27,11 +28,11 @@ HERE = Path(__file__).resolve().parent
 
 
 @torch.inference_mode()
-def extend(model, cache, tokens):
-    """One causal window over `tokens` -> the NTP prediction behind each of them, a list; commits nothing."""
+def extend(model, cache, tokens, read=0):
+    """One causal window over `tokens` -> the NTP predictions behind tokens[read:], a list; commits nothing."""
     w = window(cache, [len(tokens)], [[]], 0)
     device = model.lm_head.weight.device
-    logits = model.lm_head(model.hidden(torch.tensor([tokens], device=device), w.positions, cached_attend(cache, w)))[0]
+    logits = model.lm_head(model.hidden(torch.tensor([tokens], device=device), w.positions, cached_attend(cache, w))[:, read:])[0]
     if model.config.mask_id is not None:
         logits[:, model.config.mask_id] = -torch.inf
     return logits.argmax(-1).tolist()
@@ -46,7 +47,7 @@ def speculate(model, prompt, propose, max_new_tokens=256, stop_ids=()) -> Row:
     model.fuse()
     row = Row(0, min(max_new_tokens, model.config.max_position_embeddings - len(prompt)), None)
     cache = KVCache(model.config, 1, len(prompt) + row.limit, model.lm_head.weight.device, model.lm_head.weight.dtype)
-    following = extend(model, cache, prompt)[-1]
+    following = extend(model, cache, prompt, -1)[0]
     cache.commit([len(prompt)])
     while not row.done:
         row.nfe += 1
@@ -75,10 +76,10 @@ def draft_model(model, length: int):
         cache.lengths[:] = shared                                  # what was drafted and refused is overwritten
         fresh, draft = text[shared:], []
         for _ in range(min(length, cache.k.shape[3] - len(text))):
-            draft.append(extend(model, cache, fresh)[-1])
+            draft.append(extend(model, cache, fresh, -1)[0])
             cache.commit([len(fresh)])
             fresh = draft[-1:]
-        known = text + draft[:-1]
+        known = (text + draft[:-1])[:int(cache.lengths[0])]
         return draft
 
     return propose
@@ -87,10 +88,13 @@ def draft_model(model, length: int):
 def prompt_lookup(length: int, ngram: int = 3):
     """propose(text) -> the `length` tokens behind the latest earlier place of its last `ngram` (or fewer) tokens."""
     def propose(text):
+        ids = np.array(text)
         for n in range(min(ngram, len(text) - 1), 0, -1):
-            for i in range(len(text) - n - 1, -1, -1):
-                if text[i:i + n] == text[-n:]:
-                    return text[i + n:i + n + length]
+            same = np.ones(len(text) - n, bool)                # begins the last n tokens' n-gram again here?
+            for j in range(n):
+                same &= ids[j:len(text) - n + j] == ids[len(text) - n + j]
+            if (found := np.flatnonzero(same)).size:
+                return text[found[-1] + n:found[-1] + n + length]
         return []
 
     return propose
@@ -141,14 +145,13 @@ def main(argv=None):
     a("--max_new_tokens", type=int, default=128, help="most tokens a text")
     a("--repeats", type=int, default=3, help="timed rounds")
     a("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
-    a("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = p.parse_args(argv)
     for name in ("block_size", "num_prompts", "max_new_tokens", "repeats"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)}: wanted at least 1")
-    dtype = getattr(torch, args.dtype)
-    model = Llama.from_pretrained(args.init_from, args.device, dtype)
-    draft = Llama.from_pretrained(args.draft_from, args.device, dtype) if args.draft_from else None
+    dtype, device = getattr(torch, args.dtype), "cuda" if torch.cuda.is_available() else "cpu"
+    model = Llama.from_pretrained(args.init_from, device, dtype)
+    draft = Llama.from_pretrained(args.draft_from, device, dtype) if args.draft_from else None
     if draft and draft.config.vocab_size != model.config.vocab_size:
         raise ValueError(f"--draft_from {args.draft_from} has {draft.config.vocab_size} token ids, {args.init_from} has "
                          f"{model.config.vocab_size}: a draft model needs the same tokenizer")
@@ -160,7 +163,7 @@ def main(argv=None):
         long = val.lengths >= 1024
         middles = (val.starts + val.lengths // 2)[long]
         prompts = [val.tokens[i:i + 256].tolist() for i in middles][:args.num_prompts]
-    print(f"{len(prompts)} prompts, batch 1, {args.device} {args.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
+    print(f"{len(prompts)} prompts, batch 1, {device} {args.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
     print("| decoding | tokens a forward | speed over NTP | extra parameters | texts as NTP's, % |\n|---|---|---|---|---|")
     for name, per_forward, speed, extra, same in compare(model, draft, prompts, args.block_size, args.max_new_tokens, args.repeats):
         print(f"| {name} | {per_forward:.2f} | {speed:.2f} | {extra:,} | {100 * same:.0f} |")

@@ -37,6 +37,7 @@ import time
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 try:
     import triton
@@ -220,6 +221,7 @@ class Chunked(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do):
         q, k, v = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
@@ -492,6 +494,7 @@ class Triton(torch.autograd.Function):
         return o
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do):
         q, k, v, o, lse, bounds = ctx.saved_tensors
         do, dq, dk, dv, delta = like(q, do), like(q), like(k), like(k), like(lse)
