@@ -201,27 +201,28 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
         # Draft: read it off the block that was laid out for this outcome, if there is one.
         results = [accepted, following, finite]
         if k > 1:
-            match = laid == accepted[:, None]
-            begin = 1 + draft_length + k * match.long().argmax(-1)
-            index = torch.where(match.any(-1), begin, 0)[:, None] + torch.arange(1, k, device=device) * match.any(-1)[:, None]
+            hit, nth = (laid == accepted[:, None]).max(-1)         # whether there is one, and which
+            index = (1 + draft_length + k * nth)[:, None] + torch.arange(1, k, device=device)
+            index = index * hit[:, None]                           # else any place will do
             logits = logits_of(at(hidden, index))                  # (B, k - 1, V)
             if temperature:
                 q = distribution(logits, temperature, top_k, top_p)
                 token = draw(q, u[:, 1:k])
                 c = q.gather(-1, token[..., None])[..., 0]
             else:
-                best, token = logits.to(torch.promote_types(logits.dtype, torch.float32)).max(-1)
-                c = (best - logits.to(best.dtype).logsumexp(-1)).exp()
-            results += [match.any(-1), token, c]
+                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                best, token = logits.max(-1)
+                c = 1 / (logits - best[..., None]).exp_().sum(-1)  # the softmax at its largest
+            results += [hit, token, c]
         steps = []
         for row, (a, following, _, *new) in zip(rows, fetch(*results).tolist()):
             row.nfe += 1
             start, a = len(row.tokens), int(a)
             final = row.extend([row.next, *row.draft[:a]], stop_ids)
             steps.append(Step(row, list(enumerate(final, start)), final, start, [], row.draft, len(final) - 1))
-            row.next, hit = int(following), bool(new and new[0])
-            row.draft = [int(t) for t in new[1:k]] if hit else []
-            row.confidence = new[k:] if hit else []
+            row.next, drafted = int(following), bool(new and new[0])
+            row.draft = [int(t) for t in new[1:k]] if drafted else []
+            row.confidence = new[k:] if drafted else []
         cache.commit([1 + s.accepted for s in steps])
         return q, steps
 
@@ -267,9 +268,12 @@ def likeliest(confidence, hedges):
 
     Length a has probability c_1 ... c_a (1 - c_{a+1}), the whole draft c_1 ... c_d.
     """
-    c = np.array(confidence + [0.0])
-    p = np.cumprod(np.concatenate(([1.0], c[:-1]))) * (1 - c)      # (d + 1,)
-    return np.argsort(-p, kind="stable")[:hedges].tolist()
+    reached, p = 1.0, []
+    for c in confidence:
+        p.append(reached * (1 - c))
+        reached *= c
+    p.append(reached)                                              # d + 1 of them
+    return sorted(range(len(p)), key=lambda a: -p[a])[:hedges]     # stable
 
 
 def generate(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_ids=(), mode="sbd", hedges=2,

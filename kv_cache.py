@@ -66,10 +66,11 @@ class KVCache:
 
     def commit(self, n) -> None:
         """Keep the first n (B,) causal tokens of the last window."""
-        n = torch.as_tensor(n, dtype=torch.int64, device="cpu")
-        if n.shape != self.lengths.shape or (n < 0).any() or (self.lengths + n > self.k.shape[3]).any():
-            raise ValueError(f"cannot commit {n.tolist()} tokens to rows of {self.lengths.tolist()} in a cache of {self.k.shape[3]}")
-        self.lengths = self.lengths + n
+        n = np.array(n.tolist() if isinstance(n, torch.Tensor) else n, np.int64)   # on the host, as `lengths` is
+        lengths = self.lengths.numpy()
+        if n.shape != lengths.shape or n.min(initial=0) < 0 or (lengths + n).max(initial=0) > self.k.shape[3]:
+            raise ValueError(f"cannot commit {n.tolist()} tokens to rows of {lengths.tolist()} in a cache of {self.k.shape[3]}")
+        self.lengths = torch.from_numpy(lengths + n)
 
     def keep(self, rows: list) -> None:
         """Drop all rows but these, in ascending order; one layer is copied at a time."""
