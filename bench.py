@@ -642,7 +642,7 @@ def bench_kernels() -> list:
         for k in (5, 16):
             row(f"check training L={L} k={k} {short}", check_training, most, k=k, dtype=dtype)
     source = torch.empty(2**30 if on_gpu else 2**20, dtype=torch.int8, device=device)
-    target, copy = torch.empty_like(source), 1.0
+    target = torch.empty_like(source)
     copy = 2 * source.nbytes / kernel_seconds(dict(copy=lambda: target.copy_(source)), repeats, graph=on_gpu)["copy"]   # bytes/s
     del source, target
     print(f"copy bandwidth {copy / 1e9:,.0f} GB/s (bytes read plus bytes written)")

@@ -59,12 +59,10 @@ def sbd_loss(model, tokens, block_size: int, loss_mask=None, ntp_mask=None, doc_
     """
     if model.config.mask_id is None:
         raise ValueError("the model's config has no mask_id: set it (an id of the vocabulary that text never uses)")
-    if block_size < 1:
-        raise ValueError(f"block_size {block_size}: wanted at least 1")
     B, L = tokens.shape
+    attend = sbd_attend(L, block_size, doc_ids, tokens.device, backend)   # one mask for all layers
     noisy, is_masked = mask_tokens(tokens, model.config.mask_id, eta, generator)
     positions = torch.arange(L, device=tokens.device) - intervals(L, block_size, doc_ids, tokens.device)[0]
-    attend = sbd_attend(L, block_size, doc_ids, tokens.device, backend)   # one mask for all layers
     hidden = model.hidden(torch.cat((tokens, noisy), 1), torch.cat((positions, positions), 1),
                           lambda layer, q, k, v: attend(q, k, v))
     ntp_at = ntp_targets(tokens, loss_mask if ntp_mask is None else ntp_mask, doc_ids)

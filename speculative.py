@@ -67,7 +67,8 @@ def speculate(model, prompt, propose, max_new_tokens=256, stop_ids=()) -> Row:
 def draft_model(model, length: int):
     """propose(text) -> `length` greedy tokens of a smaller model; its cache keeps what the last texts share."""
     model.fuse()
-    cache, known = KVCache(model.config, 1, model.config.max_position_embeddings, model.lm_head.weight.device, model.lm_head.weight.dtype), []
+    weight, known = model.lm_head.weight, []
+    cache = KVCache(model.config, 1, model.config.max_position_embeddings, weight.device, weight.dtype)
 
     def propose(text):
         nonlocal known
