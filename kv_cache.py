@@ -111,7 +111,8 @@ def window(cache: KVCache, num_causal: list, blocks: list, block_size: int) -> W
     slots = torch.from_numpy(lengths + np.arange(W)).to(device) if ragged and not kernel else slice(start, start + W)
     causal, mask = end == W and not any(blocks), None
     one_block = not any(num_causal) and all(len(sees) == 1 for sees in blocks)
-    if kernel or not causal and (ragged or not (W == 1 or one_block)):
+    needs_mask = not kernel and not causal and (ragged or not (W == 1 or one_block))
+    if kernel or needs_mask:
         seen, block = np.tile(np.arange(1, W + 1), (B, 1)), np.full((B, W), -1)  # as for causal tokens; padding too
         for b, (c, sees) in enumerate(zip(num_causal, blocks)):
             for n, a in enumerate(sees):
@@ -119,7 +120,7 @@ def window(cache: KVCache, num_causal: list, blocks: list, block_size: int) -> W
                 block[b, c + n * block_size:c + (n + 1) * block_size] = n
     if kernel:
         rule = torch.from_numpy(np.hstack((lengths, np.c_[num_causal], seen, block)).astype(np.int32)).to(device, non_blocking=True)
-    elif not causal and (ragged or not (W == 1 or one_block)):
+    if needs_mask:
         key = np.arange(end) - lengths                                           # (B, end) a slot's place in the window
         owner = np.take_along_axis(block, key.clip(0, W - 1), 1)
         owner[(key < 0) | (key >= W)] = -1
