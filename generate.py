@@ -8,28 +8,66 @@ texts read what it yields. Next-token decoding (NTP) is verified decoding (metho
 
 Shapes: B rows, k block size, d draft length, V vocabulary, C hidden size.
 """
-import argparse
-import codecs
+from cli import add_model, add_options, load_model, need, open_device, parser, read_prompt, run
+
 import itertools
 import math
 import os
-import select
-import stat
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
 import torch
 
-import trace
+import view
 from eb_sampler import SAMPLERS, distribution, entropy_of
-from kv_cache import Graphs, decode_kernel, lend_cache, run_window, window
-from model import PRESETS, Llama, compile_layers
-from tokenizer import Tokenizer
+from kernels.cuda_graph import Graphs
+from kv_cache import decode_kernel, lend_cache, run_window
+from model import compile_layers
+from tokenizer import TextStream
 
 HERE = Path(__file__).parent
+
+
+def option(default, help=None, good=None, wanted="", type=None, choices=None):
+    """A field of Options: its default, what --help says, its bound and the bound in words."""
+    return field(default=default, metadata=dict(good=good, wanted=wanted, type=type, choices=choices)
+                 | (dict(help=help) if help else {}))
+
+
+@dataclass
+class Options:
+    """How to decode; the one place that knows an option. Raises ValueError, one line, for what cannot be meant."""
+    block_size: int = option(16, "k, tokens decoded together", lambda x: 1 <= x <= 4096, "1 to 4096", int)
+    gamma: float = option(0.1, "sbd: entropy budget of one step, nats", lambda x: x >= 0, "0 nats or more", float)
+    max_new_tokens: int = option(256, "most tokens a text", lambda x: 0 <= x < 2**31, "0 to 2^31 - 1", int)
+    stop_ids: tuple | None = option(None)   # ids that end a text; None: the model's own
+    mode: str = option("sbd", "sbd: the paper's blocks; ntp: one token a forward; verified: NTP's text from checked blocks",
+                       choices=("sbd", "ntp", "verified"))
+    hedges: int = option(2, "verified: blocks a window", lambda x: 1 <= x <= 4096, "1 to 4096", int)
+    temperature: float = option(0.0, "0: the most probable token", lambda x: 0 <= x < math.inf, "0 or more", float)
+    top_k: int | None = option(None, "draw from the k most probable tokens only", lambda x: x >= 1, "1 or more", int)
+    top_p: float | None = option(None, "draw from the fewest tokens that have this probability together",
+                                 lambda x: 0 < x <= 1, "more than 0 and at most 1", float)
+    seed: int | None = option(None, "sample i draws with seed + i", type=int)
+    sampler: str = option("eb", "sbd: which masked tokens to reveal", choices=tuple(SAMPLERS))
+    factor: float = option(1.0, "--sampler=factor: its f", lambda x: x >= 0, "0 or more", float)
+    threshold: float = option(0.9, "--sampler=threshold: the confidence that reveals a token", lambda x: 0 <= x <= 1,
+                              "0 to 1", float)
+    attention: str = option("auto", "what attends to the cache; auto: triton on cuda, else sdpa",
+                            choices=("auto", "triton", "sdpa"))
+
+    def __post_init__(self):
+        for f in fields(self):
+            value, bound = getattr(self, f.name), f.metadata
+            if bound["choices"]:
+                need(value in bound["choices"], f"{f.name} {value!r}: wanted {', '.join(bound['choices'])}")
+            elif bound["type"] and not (value is None and f.default is None):
+                kind = int if bound["type"] is int else int | float
+                good = isinstance(value, kind) and not isinstance(value, bool) and (not bound["good"] or bound["good"](value))
+                need(good, f"{f.name} {value}: wanted {bound['wanted'] or 'a whole number'}")
 
 
 @dataclass
@@ -88,13 +126,14 @@ def at(hidden, index):
 
 
 @torch.inference_mode()
-def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_ids=(), mode="sbd", hedges=2,
-           temperature=0.0, top_k=None, top_p=None, seed=None, sampler="eb", factor=1.0, threshold=0.9,
-           attention="auto"):
+def decode(model, prompts, *given, **options):
     """Algorithms 2 and 3 and method section 10: a generator over forwards, each yielding one Step for every row that
     took part. Arguments as in `generate`; rows leave the batch as they end.
     """
-    check_options(block_size, gamma, max_new_tokens, mode, hedges, temperature, top_k, top_p, sampler, factor, threshold)
+    o = Options(*given, **options)
+    block_size, gamma, max_new_tokens, mode, hedges, attention = o.block_size, o.gamma, o.max_new_tokens, o.mode, o.hedges, o.attention
+    temperature, top_k, top_p, seed, sampler, factor, threshold = o.temperature, o.top_k, o.top_p, o.seed, o.sampler, o.factor, o.threshold
+    stop_ids = model.config.stop_ids if o.stop_ids is None else o.stop_ids
     check_prompts(model.config, prompts, mode, block_size)
     model.fuse()
     config, weight = model.config, model.lm_head.weight
@@ -109,8 +148,7 @@ def decode(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_id
 
     def forward(tokens, num_causal, blocks):
         """Run one window, a list of tokens a row -> hidden states (B, W, C)."""
-        w, W = window(cache, num_causal, blocks, k), max(map(len, tokens))
-        return run_window(model, cache, torch.tensor([t + [0] * (W - len(t)) for t in tokens]).to(device), w)
+        return run_window(model, cache, tokens, num_causal, blocks, k)
 
     def logits_of(hidden):
         logits = model.lm_head(hidden)
@@ -276,109 +314,46 @@ def likeliest(confidence, hedges):
     return sorted(range(len(p)), key=lambda a: -p[a])[:hedges]     # stable
 
 
-def generate(model, prompts, block_size=16, gamma=0.1, max_new_tokens=256, stop_ids=(), mode="sbd", hedges=2,
-             temperature=0.0, top_k=None, top_p=None, seed=None, attention="auto", **sampler):
+def generate(model, prompts, *given, **options):
     """Continue prompts, lists of token ids -> Rows with .tokens (prompt excluded), .nfe and .stopped (by a stop id).
 
-    mode: "sbd" decodes blocks of `block_size` with entropy budget `gamma` (nats); "ntp" one token a forward;
-    "verified" drafts blocks, checks them and gives NTP's text, with `hedges` blocks a window. sampler ("eb",
-    "eb-confidence", "factor", "threshold") chooses the rule of sbd, factor and threshold are its bounds. Row i draws
-    from a generator seeded seed + i. attention ("auto", "triton", "sdpa"): what attends to the cache. At most
-    max_new_tokens, and never past the model's context. Raises ValueError.
+    options: the fields of Options. At most max_new_tokens, and never past the model's context. Raises ValueError.
     """
     rows = {}
-    for steps in decode(model, prompts, block_size, gamma, max_new_tokens, stop_ids, mode, hedges, temperature, top_k, top_p, seed,
-                        attention=attention, **sampler):
+    for steps in decode(model, prompts, *given, **options):
         rows |= {step.row.index: step.row for step in steps}
     return [rows.get(i) or Row(i, 0, None) for i in range(len(prompts))]
-
-
-def check_options(block_size, gamma, max_new_tokens, mode, hedges, temperature, top_k, top_p, sampler, factor, threshold):
-    """What can be refused without a model."""
-    refuse_unless(
-        (mode in ("sbd", "ntp", "verified"), f"mode {mode!r}: wanted sbd, ntp or verified"),
-        (block_size >= 1, f"block_size {block_size}: wanted at least 1"),
-        (gamma >= 0, f"gamma {gamma}: wanted an entropy of 0 nats or more"),
-        (max_new_tokens >= 0, f"max_new_tokens {max_new_tokens}: wanted at least 0"),
-        (hedges >= 1, f"hedges {hedges}: wanted at least 1"),
-        (0 <= temperature < math.inf, f"temperature {temperature}: wanted 0 or more"),
-        (top_k is None or top_k >= 1, f"top_k {top_k}: wanted at least 1"),
-        (top_p is None or 0 < top_p <= 1, f"top_p {top_p}: wanted more than 0 and at most 1"),
-        (sampler in SAMPLERS, f"sampler {sampler!r}: wanted {', '.join(SAMPLERS)}"),
-        (factor >= 0, f"factor {factor}: wanted 0 or more"),
-        (0 <= threshold <= 1, f"threshold {threshold}: wanted 0 to 1"))
 
 
 def check_prompts(config, prompts, mode, block_size):
     """What a model cannot continue."""
     longest = max(map(len, prompts), default=0)
-    refuse_unless(
+    for good, message in (
         (prompts and all(map(len, prompts)), "an empty prompt: give at least one token (text, or the tokenizer's BOS)"),
         (longest < config.max_position_embeddings,
          f"a prompt of {longest} tokens leaves no room in the model's context of {config.max_position_embeddings}: shorten it"),
         (all(0 <= t < config.vocab_size for p in prompts for t in p),
          f"a prompt id is outside the vocabulary, 0 to {config.vocab_size - 1}: is this the model's tokenizer?"),
         (config.mask_id is not None or mode == "ntp" or (mode == "verified" and block_size == 1),
-         "the model names no mask token: give mask_id, an id of its vocabulary that text never uses"))
-
-
-def refuse_unless(*checks):
-    for good, message in checks:
-        if not good:
-            raise ValueError(message)
-
-
-class TextStream:
-    """Token ids in, text out as it becomes final: whole characters only, cut in front of the first stop text."""
-
-    def __init__(self, tokenizer, stop_texts=()):
-        self.tokenizer, self.stops, self.held, self.found = tokenizer, [s for s in stop_texts if s], "", False
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, ids, end=False) -> str:
-        """The text that `ids` make final. What may be the beginning of a stop text is held back until it is not."""
-        if self.found:
-            return ""
-        text = self.held + self.decoder.decode(self.tokenizer.decode_bytes(ids), final=end)
-        cut = min((i for i in (text.find(s) for s in self.stops) if i >= 0), default=None)
-        if cut is not None:
-            self.held, self.found = "", True
-            return text[:cut]
-        keep = 0 if end else max((n for s in self.stops for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0)
-        self.held = text[len(text) - keep:]
-        return text[:len(text) - keep]
+         "the model names no mask token: give --mask_id (mask_id), an id of its vocabulary that text never uses")):
+        need(good, message)
 
 
 # ------------------------------------------------------------------------------------------ command line
 
 def parse(argv=None):
-    p = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, description=__doc__.split("\n")[0])
+    p = parser(__doc__)
     a = p.add_argument
-    a("--init_from", help=f"folder, training output, hub id owner/name, or preset: {', '.join(n for n, (_, hub) in PRESETS.items() if hub)}; default: the shipped tiny model")
-    a("--mask_id", type=int, help="the mask token, where the model's config names none")
     a("--prompt", help="text to continue; without one, text piped in, else a held-out word problem that is also decoded with NTP")
     a("--prompt_file", type=Path, help="read the prompt from a file; - is standard input")
     a("--chat", action="store_true", help="wrap the prompt into the checkpoint's chat template")
-    a("--mode", choices=("sbd", "ntp", "verified"), help="sbd: the paper's blocks; ntp: one token a forward; verified: NTP's text from checked blocks; default: sbd if --gamma is given, else verified")
-    a("--block_size", type=int, default=16, help="k, tokens decoded together")
-    a("--gamma", type=float, help="entropy budget of one step, nats; default 0.1")
-    a("--hedges", type=int, default=2, help="verified: blocks a window")
-    a("--sampler", choices=SAMPLERS, default="eb", help="which masked tokens to reveal")
-    a("--factor", type=float, default=1.0, help="--sampler=factor: its f")
-    a("--threshold", type=float, default=0.9, help="--sampler=threshold: the confidence that reveals a token")
-    a("--temperature", type=float, default=0.0, help="0: the most probable token")
-    a("--top_k", type=int, help="draw from the k most probable tokens only")
-    a("--top_p", type=float, help="draw from the fewest tokens that have this probability together")
-    a("--seed", type=int, default=0, help="sample i draws with seed + i")
-    a("--max_new_tokens", type=int, default=256, help="most tokens a sample")
     a("--num_samples", type=int, default=1, help="samples, decoded as one batch")
     a("--stop", action="append", default=[], help="a text that ends the sample and is not printed; may be given again")
     a("--show", action="store_true", help="show each forward's block; plain text where the output is no terminal")
     a("--trace", type=Path, help="write what each forward did: out.html, a page, or out.svg, a picture of the first sample")
-    a("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, mps")
-    a("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of weights and cache; default bfloat16 on cuda, else float32")
-    a("--attention", choices=("auto", "triton", "sdpa"), default="auto", help="what attends to the cache; auto: triton on cuda, else sdpa")
     a("--compile", action="store_true", help="for cuda: torch.compile the layers and, with Triton's attention, replay each forward as one CUDA graph; slower to start")
+    add_model(p, "default: the shipped tiny model", dtypes=("float32", "bfloat16", "float16", "float64"))
+    add_options(p, Options, mode=None, gamma=None, seed=0)
     return p.parse_args(argv)
 
 
@@ -386,46 +361,11 @@ def parse(argv=None):
 USED_BY = dict(gamma=["sbd"], sampler=["sbd"], factor=["sbd"], threshold=["sbd"], hedges=["verified"], block_size=["sbd", "verified"])
 
 
-def piped_text():
-    """What is piped into this command; None if nothing is, without waiting for a pipe that stays silent."""
-    try:
-        kind = os.fstat(sys.stdin.fileno()).st_mode
-    except (AttributeError, OSError, ValueError):
-        return None
-    if not (stat.S_ISFIFO(kind) or stat.S_ISREG(kind)) or not select.select([sys.stdin], [], [], 0)[0]:
-        return None
-    return sys.stdin.read() or None
-
-
-def read_prompt(args):
-    if args.prompt is not None and args.prompt_file is not None:
-        raise ValueError("--prompt and --prompt_file: give one of them")
-    if args.prompt_file is None:
-        text = args.prompt if args.prompt is not None else piped_text()
-    elif str(args.prompt_file) == "-":
-        text = sys.stdin.read()
-    else:
-        try:
-            text = args.prompt_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--prompt_file {args.prompt_file} cannot be read ({error})") from None
-    if text == "":
-        raise ValueError("the prompt is empty: give --prompt TEXT, --prompt_file FILE or pipe a text in")
-    return text
-
-
 def load(args):
     """The model and tokenizer that the command line asks for."""
+    decode_kernel(getattr(args, "attention", "auto"), open_device(args.device), getattr(torch, args.dtype or "float32"))
     shipped = HERE / "checkpoints" / ("tiny-verified" if args.mode == "verified" and (HERE / "checkpoints/tiny-verified").exists() else "tiny-sbd")
-    try:
-        device = torch.device(args.device)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError):
-        raise ValueError(f"--device {args.device} is not there: try --device=cpu") from None
-    dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    decode_kernel(getattr(args, "attention", "auto"), device, dtype)   # evaluate.py has no such option
-    model = Llama.from_pretrained(args.init_from or shipped, device, dtype, args.mask_id)
-    tokenizer = Tokenizer.from_pretrained(model.folder)
+    model, tokenizer = load_model(args, shipped)
     return compile_decoding(model) if args.compile else model, tokenizer
 
 
@@ -434,17 +374,6 @@ def compile_decoding(model):
     if model.lm_head.weight.device.type == "cuda":
         model.graphs = Graphs()
     return compile_layers(model, dynamic=True)
-
-
-def show_block(step: Step, tokenizer, color: bool) -> str:
-    """One line: the block after a forward, what it revealed marked."""
-    new = {position for position, _ in step.revealed}
-    cells = []
-    for position, token in enumerate(step.block or step.final, step.start):
-        text = "·" * 3 if token is None else tokenizer.decode([token]).replace("\n", "⏎")
-        mark = ("\033[1;32m", "\033[0m") if color and position in new else ("", "") if color else ("[", "]") if position in new else (" ", " ")
-        cells.append(mark[0] + text + mark[1])
-    return f"forward {step.row.nfe:3d}  " + ("|" if color else "").join(cells)
 
 
 def main():
@@ -456,9 +385,7 @@ def main():
     if args.trace and args.max_new_tokens == 0:
         raise ValueError("--trace: --max_new_tokens=0 runs no forward that could be shown, wanted at least 1")
     args.gamma = 0.1 if args.gamma is None else args.gamma
-    options = {name: getattr(args, name) for name in ("block_size", "gamma", "max_new_tokens", "mode", "hedges", "temperature", "top_k",
-                                                      "top_p", "sampler", "factor", "threshold")}
-    check_options(**options)
+    options = vars(Options(**{f.name: getattr(args, f.name) for f in fields(Options) if f.name != "stop_ids"}))
     text = read_prompt(args)
     if args.num_samples < 1:
         raise ValueError(f"--num_samples {args.num_samples}: wanted at least 1")
@@ -466,12 +393,12 @@ def main():
     if demo and args.init_from:
         raise ValueError("no prompt: give --prompt TEXT, --prompt_file FILE or pipe a text in")
     if args.trace:
-        trace.check_path(args.trace)
+        view.check_path(args.trace)
     model, tokenizer = load(args)
     if demo:
         from data.word_problems.prepare import problems
         text = problems("val", 4)[3].prompt
-    options |= dict(stop_ids=model.config.stop_ids, seed=args.seed, attention=args.attention)
+    options["stop_ids"] = model.config.stop_ids
     if args.chat:
         ids = tokenizer.apply_chat_template([dict(role="user", content=text)])
     else:
@@ -485,7 +412,7 @@ def main():
     rows, traced, texts, streams = {}, [], [""] * args.num_samples, [TextStream(tokenizer, args.stop) for _ in range(args.num_samples)]
     began = time.perf_counter()
     for steps in decode(model, [ids] * args.num_samples, **options):
-        traced += map(trace.record, steps if args.trace else ())
+        traced += map(view.record, steps if args.trace else ())
         for step in steps:
             i, row = step.row.index, step.row
             final = [t for t in step.final if t not in model.config.stop_ids]
@@ -493,14 +420,14 @@ def main():
             row.done |= streams[i].found
             rows[i], texts[i] = row, texts[i] + piece
             if show:
-                print(show_block(step, tokenizer, color), flush=True)
+                print(view.show_block(step, tokenizer, color), flush=True)
             elif args.num_samples == 1:
                 print(piece, end="", flush=True)
     seconds = time.perf_counter() - began
     for i, sample in enumerate(texts if show or args.num_samples > 1 else ()):
         print((f"\nsample {i + 1}" if args.num_samples > 1 else "") + f"\n{sample}")
     if args.trace:
-        trace.write(args.trace, ids, traced, tokenizer, options)
+        view.write(args.trace, ids, traced, tokenizer, options)
     tokens, nfe = sum(len(r.tokens) for r in rows.values()), sum(r.nfe for r in rows.values())
     summary = f"{args.mode}: {tokens} tokens in {nfe} forwards, NFE speedup {tokens / max(nfe, 1):.2f}, {tokens / seconds:,.0f} tokens/s"
     if not demo:
@@ -514,13 +441,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        print(f"generate.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:   # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+    run(main)

@@ -16,7 +16,6 @@ bidirectional block are never kept.
 
 Shapes: B rows, W window tokens, S cache slots, H query heads, Hkv key/value heads, G = H / Hkv, D head dimension.
 """
-import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -168,7 +167,13 @@ def cached_attend(cache: KVCache, w: Window):
 
 # ------------------------------------------------------------------------------------------ CUDA graphs
 
-def run_window(model, cache: KVCache, tokens, w: Window):
+def run_window(model, cache: KVCache, tokens: list, num_causal: list, sees: list, block_size: int):
+    """One forward: lists of tokens, a row each -> hidden states (B, W, C), which hold until the next one. Arguments as in `window`."""
+    w, W = window(cache, num_causal, sees, block_size), max(map(len, tokens))
+    return replayed(model, cache, torch.tensor([[*t] + [0] * (W - len(t)) for t in tokens]).to(cache.k.device), w)
+
+
+def replayed(model, cache: KVCache, tokens, w: Window):
     """One forward: tokens (B, W) -> hidden states (B, W, C), which hold until the next one; with model.graphs a replay.
 
     To the kernel a window is three tensors: tokens (n, W), positions (n, W) and rule (n, 2 + 2 W). A mode has two widths
@@ -193,36 +198,6 @@ def run_window(model, cache: KVCache, tokens, w: Window):
         buffer[:B].copy_(x, non_blocking=True)
         buffer[B:].zero_()
     return replay()[:B]
-
-
-@functools.cache
-def side_stream(device):
-    return torch.cuda.Stream(device)   # one for all graphs of a pool, and one workspace of cuBLAS
-
-
-def cuda_graph(function, inputs, pool):
-    """Record function(*inputs) -> replay(), which runs it on what `inputs` hold by then and returns the same tensor each time."""
-    graph, stream = torch.cuda.CUDAGraph(), side_stream(inputs[0].device)
-    with torch.cuda.device(stream.device):
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):         # compile, tune, load and set up what must not happen while recording
-                function(*inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            output = function(*inputs)
-
-    def replay():
-        graph.replay()
-        return output
-    return replay
-
-
-@dataclass
-class Graphs:
-    """model.graphs: decoding replays graphs. They are bound to a cache, and so the last one waits here for the next texts."""
-    capture: object = cuda_graph
-    idle: KVCache | None = None
 
 
 def lend_cache(model, batch_size: int, max_len: int, attention="auto") -> KVCache:

@@ -19,7 +19,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from model import LlamaConfig, write_whole
+from hf import write_whole
+from model import LlamaConfig
 
 
 @dataclass(frozen=True)

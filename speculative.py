@@ -18,9 +18,9 @@ import torch
 
 from bench import interleaved
 from data.bin import Dataset
-from evaluate import encode
+from eval import encode
 from generate import Row, check_prompts, generate
-from kv_cache import KVCache, cached_attend, window
+from kv_cache import KVCache, run_window
 from model import Llama
 from tokenizer import Tokenizer
 
@@ -30,9 +30,7 @@ HERE = Path(__file__).resolve().parent
 @torch.inference_mode()
 def extend(model, cache, tokens, read=0):
     """One causal window over `tokens` -> the NTP predictions behind tokens[read:], a list; commits nothing."""
-    w = window(cache, [len(tokens)], [[]], 0)
-    device = model.lm_head.weight.device
-    logits = model.lm_head(model.hidden(torch.tensor([tokens], device=device), w.positions, cached_attend(cache, w))[:, read:])[0]
+    logits = model.lm_head(run_window(model, cache, [tokens], [len(tokens)], [[]], 0)[:, read:])[0]
     if model.config.mask_id is not None:
         logits[:, model.config.mask_id] = -torch.inf
     return logits.argmax(-1).tolist()

@@ -12,6 +12,7 @@ newer than Unicode 9 are reordered differently); characters newer than Unicode 1
 
 import base64
 import binascii
+import codecs
 import functools
 import hashlib
 import json
@@ -216,7 +217,7 @@ def fetch(name):
     """The folder of a checkpoint: `name` itself, or that of a preset or the hub's `owner/name`: only these files."""
     if Path(name).is_dir():
         return Path(name)
-    from model import PRESETS   # only here: the names that stand for hub ids
+    from hf import PRESETS   # only here: the names that stand for hub ids
     name = PRESETS.get(str(name), (None, None))[1] or name
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name)):
         raise TokenizerError(f"{name} is no folder; give a checkpoint's folder or a hub id, owner/name")
@@ -450,3 +451,24 @@ def any_of(names):
     """A regex that matches any of these names, as one group; None for no names. The longest wins, as in tokenizers."""
     names = sorted(names, key=len, reverse=True)
     return re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+
+
+class TextStream:
+    """Token ids in, text out as it becomes final: whole characters only, cut in front of the first stop text."""
+
+    def __init__(self, tokenizer, stop_texts=()):
+        self.tokenizer, self.stops, self.held, self.found = tokenizer, [s for s in stop_texts if s], "", False
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, ids, end=False) -> str:
+        """The text that `ids` make final. What may be the beginning of a stop text is held back until it is not."""
+        if self.found:
+            return ""
+        text = self.held + self.decoder.decode(self.tokenizer.decode_bytes(ids), final=end)
+        cut = min((i for i in (text.find(s) for s in self.stops) if i >= 0), default=None)
+        if cut is not None:
+            self.held, self.found = "", True
+            return text[:cut]
+        keep = 0 if end else max((n for s in self.stops for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0)
+        self.held = text[len(text) - keep:]
+        return text[:len(text) - keep]

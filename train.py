@@ -23,9 +23,10 @@ from pathlib import Path
 import torch
 
 from data.bin import Dataset, batch, num_ntp_targets, pack, targets
-from evaluate import sweep, table
+from eval import sweep, table
 from kernels.sbd_attention import BACKENDS, check_backend
-from model import PRESETS, Llama, LlamaConfig, compile_layers, find_folder, free_memory, write_whole
+from hf import PRESETS, find_folder, free_memory, write_whole
+from model import Llama, LlamaConfig, compile_layers
 from sbd_loss import ntp_loss, sbd_loss
 from tokenizer import Tokenizer
 

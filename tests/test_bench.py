@@ -111,7 +111,7 @@ class Products(torch.overrides.TorchFunctionMode):
 
 
 def test_linears_job_multiplies_every_weight_once(tiny, monkeypatch):
-    monkeypatch.setattr("model.pack", lambda weight: None)   # all products through F.linear, where they can be counted
+    monkeypatch.setattr("kernels.packed_linear.pack", lambda weight: None)   # all products through F.linear, where they can be counted
     tiny.float().fuse()
     seen = []
     with Products(seen):

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from brute_force import chi_squared, choose, exact_distribution, full_logits, greedy, probabilities, sbd, tiny_model
-from generate import TextStream, decode, generate
+from generate import decode, generate
 from model import Llama
-from tokenizer import Tokenizer
+from tokenizer import TextStream, Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "checkpoints" / "tiny-ntp"

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import model as model_file
-from model import PRESETS, Llama, LlamaConfig, find_folder, read_config, rotary, write_whole
+from hf import PRESETS, find_folder, write_whole
+from model import Llama, LlamaConfig, read_config, rotary
 from smollm2 import smollm2_or_skip
 
 transformers = pytest.importorskip("transformers")
@@ -508,8 +509,8 @@ def test_weights_are_never_held_twice(folder, tmp_path):
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_read(folder, monkeypatch):
     size = sum(w.numel() for w in Llama.from_pretrained(folder).parameters())
-    monkeypatch.setattr(model_file, "safe_open", HeadersOnly)
-    monkeypatch.setattr(model_file, "free_memory", lambda device: size * 4 - 1)
+    monkeypatch.setattr("hf.safe_open", HeadersOnly)
+    monkeypatch.setattr("hf.free_memory", lambda device: size * 4 - 1)
     refusal(lambda: Llama.from_pretrained(folder), str(folder), "GiB", "float32", "cpu", "smaller model or dtype")
     refusal(lambda: Llama.from_pretrained(folder, dtype=torch.float64), "float64")
     with pytest.raises(AssertionError):   # in half the bytes it fits, and is read
@@ -532,7 +533,7 @@ class HeadersOnly:
 
 
 def test_free_memory_is_a_number_of_bytes():
-    assert 1e7 < model_file.free_memory("cpu")
+    assert 1e7 < __import__("hf").free_memory("cpu")
 
 
 # --- bad input: each is one clear line

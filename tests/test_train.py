@@ -14,7 +14,7 @@ import torch
 
 import train
 from data.bin import Dataset, batch, num_ntp_targets, pack, write_set
-from evaluate import label
+from eval import label
 from model import Llama, LlamaConfig
 from smollm2 import smollm2_or_skip
 from tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import generate
-import trace
+import view
 from brute_force import tiny_model
 from tokenizer import Tokenizer
 
@@ -65,8 +65,8 @@ def traced(mode, tmp_path, prompts=1, tokenizer=Pieces(), name="out.html", promp
     """Decode and write -> (source of the file, Page or None, the recorded steps by sample)."""
     options = OPTIONS | dict(mode=mode) | changed
     model = tiny_model(seed=2, head=0.3)
-    recorded = [trace.record(step) for steps in generate.decode(model, [list(prompt)] * prompts, **options) for step in steps]
-    trace.write(tmp_path / name, prompt, recorded, tokenizer, options)
+    recorded = [view.record(step) for steps in generate.decode(model, [list(prompt)] * prompts, **options) for step in steps]
+    view.write(tmp_path / name, prompt, recorded, tokenizer, options)
     source = (tmp_path / name).read_text(encoding="utf-8")
     samples = [[s for s in recorded if s.row.index == i] for i in range(prompts)]
     return source, Page(source) if name.endswith("html") else None, samples
@@ -140,9 +140,9 @@ def test_any_text_is_shown_as_text(mode, tmp_path):
 
 
 def test_a_split_character_stands_in_its_last_token():
-    assert trace.spell([6, 7], Pieces()) == ["⟨c3⟩", "é"]
-    assert trace.spell([7, 6, 8], Pieces()) == ["⟨a9⟩", "⟨c3⟩", "⟨ff⟩"]
-    assert trace.spell([6], Pieces()) == ["⟨c3⟩"] and trace.spell([], Pieces()) == []
+    assert view.spell([6, 7], Pieces()) == ["⟨c3⟩", "é"]
+    assert view.spell([7, 6, 8], Pieces()) == ["⟨a9⟩", "⟨c3⟩", "⟨ff⟩"]
+    assert view.spell([6], Pieces()) == ["⟨c3⟩"] and view.spell([], Pieces()) == []
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -192,5 +192,5 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_model_is_loaded(tmp
 
 def test_an_existing_page_survives_the_check(tmp_path):
     (tmp_path / "out.html").write_text("old")
-    trace.check_path(tmp_path / "out.html")
+    view.check_path(tmp_path / "out.html")
     assert (tmp_path / "out.html").read_text() == "old" and len(list(tmp_path.iterdir())) == 1

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-import evaluate
+import eval as evaluate
 from data.bin import Dataset, batch, pack, write_set
 from data.word_problems.prepare import grade, problems
-from evaluate import NTP, bootstrap, label, losses, mcnemar, note, summary, sweep, table, wilson
+from eval import NTP, bootstrap, label, losses, mcnemar, note, summary, sweep, table, wilson
 from generate import generate
 from model import Llama, LlamaConfig
 from smollm2 import smollm2_or_skip

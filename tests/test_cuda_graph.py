@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 import model as model_file
 from brute_force import tiny_model
 from generate import decode, generate
-from kv_cache import Graphs
+from kernels.cuda_graph import Graphs
 
 pytest.importorskip("triton")
 from kernels import block_decode                                  # noqa: E402
@@ -25,7 +25,7 @@ V, MASK = 13, 5
 @pytest.fixture(autouse=True)
 def weights_as_on_cuda(monkeypatch):
     """One matrix of which the weights are views, none packed for the CPU."""
-    monkeypatch.setattr(model_file, "pack", lambda weight: None)
+    monkeypatch.setattr("kernels.packed_linear.pack", lambda weight: None)
 
 
 class Tape(TorchDispatchMode):

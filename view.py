@@ -14,7 +14,7 @@ from collections import Counter, namedtuple
 from dataclasses import replace
 from html import escape
 
-from model import write_whole
+from hf import write_whole
 
 # Colours, (light, dark). Forwards take c0 to c5 in turn: neighbours differ in hue and in lightness.
 FILLS = dict(page=("#ffffff", "#0d1117"), slot=("#eef1f4", "#1c2129"), c0=("#ffdfb0", "#8a5a14"), c1=("#7cc0f2", "#0f4168"),
@@ -45,6 +45,17 @@ REPLAY = """for (const s of document.querySelectorAll('section')) {
 def record(step):
     """The step as it stands when `decode` yields it: its row moves on."""
     return replace(step, row=copy.copy(step.row))
+
+
+def show_block(step, tokenizer, color: bool) -> str:
+    """One line: the block after a forward, what it revealed marked."""
+    new = {position for position, _ in step.revealed}
+    cells = []
+    for position, token in enumerate(step.block or step.final, step.start):
+        text = "·" * 3 if token is None else tokenizer.decode([token]).replace("\n", "⏎")
+        mark = ("\033[1;32m", "\033[0m") if color and position in new else ("", "") if color else ("[", "]") if position in new else (" ", " ")
+        cells.append(mark[0] + text + mark[1])
+    return f"forward {step.row.nfe:3d}  " + ("|" if color else "").join(cells)
 
 
 def visible(char) -> str:

@@ -1,8 +1,8 @@
 """Accuracy against forwards (Fig. 1, 5, 12, 13, Tables 1, 2): decoding modes compared on the same held-out problems.
 
-    python evaluate.py                                      the shipped model on 500 word problems, with error bars
-    python evaluate.py --dataset=NAME                       likelihoods: NTP loss, MATP loss by masking and block size
-    python evaluate.py --tasks gsm8k,mmlu --gamma 0.35      the benchmarks of lm-eval, and their NFE speedups
+    python eval.py                                      the shipped model on 500 word problems, with error bars
+    python eval.py --dataset=NAME                       likelihoods: NTP loss, MATP loss by masking and block size
+    python eval.py --tasks gsm8k,mmlu --gamma 0.35      the benchmarks of lm-eval, and their NFE speedups
 
 A cell is the options of one generate() call: mode, block_size, gamma, sampler, hedges ... NFE speedup is tokens /
 forwards over all problems together. Shapes: B batch, L length, n targets, C hidden size, V vocabulary.
@@ -25,10 +25,11 @@ import torch
 from data.bin import Batch, Dataset, batch, pack, targets
 from data.word_problems.prepare import grade, problems
 from eb_sampler import SAMPLERS
-from generate import TextStream, decode, generate, load
-from model import PRESETS, Llama, write_whole
+from generate import decode, generate, load
+from hf import PRESETS, write_whole
+from model import Llama
 from sbd_loss import LOGITS, mask_tokens, ntp_targets, sbd_loss
-from tokenizer import Tokenizer, any_of
+from tokenizer import TextStream, Tokenizer, any_of
 
 HERE = Path(__file__).resolve().parent
 GAMMAS = (0, 0.01, 0.1, 0.2, 0.35, 0.4, 0.6, 0.8, 1.5)                 # nats
@@ -510,7 +511,7 @@ def parse(argv=None):
     a("--max_new_tokens", type=int, default=256, help="most tokens a text, where a task names no limit")
     a("--batch_size", type=int, default=64, help="rows decoded together")
     a("--seed", type=int, default=0, help="of the bootstrap, the noise of --dataset, and tasks that sample")
-    a("--out_dir", type=Path, default=Path("out/evaluate"), help="results as JSON and CSV; an interrupted sweep goes on from them")
+    a("--out_dir", type=Path, default=Path("out/eval"), help="results as JSON and CSV; an interrupted sweep goes on from them")
     a("--overwrite", action="store_true", help="start anew in an out_dir that holds other results")
     a("--plot", type=Path, nargs="?", const=True, help="draw accuracy against mean NFE; default file: accuracy.png in out_dir")
     a("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, mps")
@@ -577,8 +578,8 @@ if __name__ == "__main__":
     try:
         main()
     except (ValueError, OSError) as error:
-        print(f"evaluate.py: {error}", file=sys.stderr)
+        print(f"eval.py: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("\nevaluate.py: interrupted; the same command goes on behind the last finished cell", file=sys.stderr)
+        print("\neval.py: interrupted; the same command goes on behind the last finished cell", file=sys.stderr)
         sys.exit(130)
