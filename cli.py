@@ -30,7 +30,8 @@ PUBLISHED = ", ".join(name for name, (_, hub) in PRESETS.items() if hub)
 
 
 def run(main, **interrupted):
-    """Call main() as a command: the tail of every script. interrupted: what else to say at Ctrl-C, `note=`."""
+    """Call main() as a command: the tail of every script. interrupted: what else to say at Ctrl-C,
+    `note=`."""
     name = Path(sys.argv[0]).name
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -62,12 +63,14 @@ def parser(doc: str) -> argparse.ArgumentParser:
     return p
 
 
-def add_options(p, options, **defaults):
-    """The fields of `options`, a dataclass whose fields have help (and choices) as metadata, as options of parser p.
+def add_options(p, options, names=None, **defaults):
+    """The fields of `options`, a dataclass whose fields have help (and choices) as metadata, as options of
+    parser p.
 
-    defaults: other defaults than the fields' own, by name."""
+    names: those fields only. defaults: other defaults than the fields' own, by name.
+    """
     for f in dataclasses.fields(options):
-        if "help" in f.metadata:
+        if f.metadata and (names is None or f.name in names):
             p.add_argument(f"--{f.name}", type=f.metadata["type"], choices=f.metadata["choices"],
                            default=defaults.get(f.name, f.default), help=f.metadata["help"])
 
@@ -75,7 +78,8 @@ def add_options(p, options, **defaults):
 def add_model(p, init_from="default: the shipped model", default=None, dtypes=("float32", "bfloat16")):
     """--init_from, --mask_id, --device and --dtype."""
     a = p.add_argument
-    a("--init_from", default=default, help=f"folder, training output, hub id owner/name, or preset: {PUBLISHED}; {init_from}")
+    a("--init_from", default=default,
+      help=f"folder, training output, hub id owner/name, or preset: {PUBLISHED}; {init_from}")
     a("--mask_id", type=int, help="the mask token, where the model's config names none")
     a("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, mps")
     a("--dtype", choices=dtypes, help="of weights and cache; default bfloat16 on cuda, else float32")
@@ -87,18 +91,19 @@ def open_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
         return device
-    except Exception:   # RuntimeError, AssertionError, NotImplementedError, ImportError: each backend has its own
+    except Exception:   # RuntimeError, AssertionError, ImportError and more: each backend raises its own
         raise ValueError(f"--device {name} is not there: try --device=cpu") from None
 
 
 def need_mask(config, name) -> None:
     """The one refusal of a model without a mask token."""
-    need(config.mask_id is not None, f"{name} names no mask token: give --mask_id (mask_id), an id of its vocabulary "
-                                     "that text never uses")
+    need(config.mask_id is not None, f"{name} names no mask token: give --mask_id (mask_id), an id of its "
+                                     "vocabulary that text never uses")
 
 
 def load_model(args, default=None):
-    """The model and the tokenizer that --init_from (or `default`), --mask_id, --device and --dtype ask for."""
+    """The model and the tokenizer that --init_from (or `default`), --mask_id, --device and --dtype ask
+    for."""
     device = open_device(args.device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     model = Llama.from_pretrained(args.init_from or default, device, dtype, args.mask_id)

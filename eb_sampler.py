@@ -1,36 +1,49 @@
-"""Which masked tokens to reveal now: Eq. 8 and Eq. 18 of the paper (B.1), and Fast-dLLM's two rules.
+"""Logits in, tokens and their order out: probabilities, draws, and which masked tokens to reveal now.
 
-Everything here sees logits at the positions of a block, never a model. The mask id must be minus infinity
-in them already. Every rule is monotone in the number revealed, so each row's choice is a prefix of an order.
+Eq. 8 and Eq. 18 of the paper (B.1), Fast-dLLM's two rules, and the noise of method section 10. Everything
+here sees logits at some positions, never a model. The mask id must be minus infinity in them already.
 
-Shapes: B batch, k block positions, V vocabulary. `masked` marks the positions still masked.
+Shapes: B batch, k block positions, V vocabulary, N rows of logits. `masked` marks the positions still masked.
 """
+import functools
+
 import numpy as np
 import torch
 
 
-def distribution(logits, temperature=0.0, top_k=None, top_p=None):
+def probabilities(logits, temperature=1.0, top_k=None, top_p=None):
     """logits (..., V) -> probabilities (..., V), float32, or float64 if the logits are.
 
-    Temperature, then top-k, then top-p (the smallest set of most probable tokens whose sum reaches top_p, the
-    crossing one kept), then renormalised; ties go to the lower id. Temperature 0 leaves the distribution alone:
-    it is the argmax that is taken from it. This is the one place that turns logits into probabilities.
-    """
+    Temperature, then top-k, then top-p, then renormalised. This is the one place that makes probabilities of
+    logits. """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature == 0:
-        return logits.softmax(-1)
-    logits = logits - logits.amax(-1, keepdim=True)   # a tiny temperature must not overflow
-    p = (logits / max(temperature, 1e-30)).softmax(-1)
-    if top_k is None and top_p is None:
-        return p
-    ranked, ids = p.sort(dim=-1, descending=True, stable=True)
-    if top_k is not None:
-        ranked[..., top_k:] = 0
-        ranked = ranked / ranked.sum(-1, keepdim=True)
-    if top_p is not None:
-        before = ranked.cumsum(-1) - ranked            # the mass of the more probable ones
-        ranked = torch.where(before < top_p, ranked, 0)
-    return torch.zeros_like(p).scatter(-1, ids, ranked / ranked.sum(-1, keepdim=True))
+    if temperature != 1:  # shifted: a tiny temperature must not overflow
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
+    p = logits.softmax(-1)
+    if top_k is not None and top_k < p.shape[-1]:
+        p = most_probable(p, p.topk(top_k).values)
+    if top_p is not None and top_p < 1:
+        n = p.shape[-1] if p.is_cuda else 128  # on the CPU a full sort costs more than a forward
+        while True:
+            ranked = p.topk(min(n, p.shape[-1])).values            # (..., n), falling
+            before = torch.zeros_like(ranked, dtype=torch.float64)
+            before[..., 1:] = ranked.double().cumsum(-1)[..., :-1]   # the mass of the more probable ones
+            if n >= p.shape[-1] or bool((before[..., -1] >= top_p).all()):
+                break
+            n *= 8
+        p = most_probable(p, ranked.where(before < top_p, torch.inf))
+    return p
+
+
+def most_probable(p, ranked):
+    """p (..., V) cut to the ids that `ranked` (..., n), their probabilities or inf, stands for, and
+    renormalised.
+
+    Of equal ones the lower ids are kept."""
+    least = ranked.amin(-1, keepdim=True)
+    ties, equal = (ranked == least).sum(-1, keepdim=True), p == least
+    p = p.where((p > least) | equal & (equal.cumsum(-1, dtype=torch.int32) <= ties), 0)
+    return p / p.sum(-1, keepdim=True)
 
 
 def entropy_of(p):
@@ -40,8 +53,63 @@ def entropy_of(p):
 
 def entropy(logits):
     """H of logits (..., V) -> (...,) nats, in float64 if the logits are float64, else in float32."""
-    return entropy_of(distribution(logits))
+    return entropy_of(probabilities(logits))
 
+
+# ------------------------------------------------------------------------------------------ draws
+
+def mix(x):
+    """A bijection of 64-bit words that scatters neighbours (the finaliser of splitmix64), x uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def noise_keys(seeds, positions):
+    """What the noise of a place depends on, beside the id: seeds (B,), positions (B, n) -> int32 (B, n, 4).
+
+    Computed on the host, where both are known before the forward; seeds modulo 2^64."""
+    golden, seeds = np.uint64(0x9E3779B97F4A7C15), np.array([s % 2**64 for s in seeds], np.uint64)
+    with np.errstate(over="ignore"):
+        at = mix(seeds + golden)[:, None] + np.asarray(positions, np.int64).astype(np.uint64) * golden
+        words = np.stack((mix(at), mix(at ^ np.uint64(0xD1B54A32D192ED03))), -1)
+    return torch.from_numpy(words.view(np.int32))
+
+
+@functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def scattered(V, device):
+    """(V,) int32, a scattered word for each id: the same for every place, so computed once."""
+    with np.errstate(over="ignore"):
+        words = mix(np.arange(1, V + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return torch.from_numpy((words >> np.uint64(32)).astype(np.uint32).view(np.int32)).to(device)
+
+
+def noise(keys, V):
+    """E of method section 10: standard exponentials (N, V), float64, of keys (N, 4); g = -log E is Gumbel
+    noise.
+
+    A counter-based hash: 32 bits by multiplications and shifts, keyed by the place and applied to the id. In
+    place and few, since over V ids a dozen passes count."""
+    a, b, c, d = (keys[:, i, None] for i in range(4))              # (N, 1); multipliers are made odd
+    x = scattered(V, keys.device) ^ a                              # (N, V), int32: arithmetic modulo 2^32
+    x.mul_(b | 1)
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(c | 1)     # the masks make the shifts logical ones
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).bitwise_xor_(d).mul_(0x2C1B3C6D)
+    return x.double().add_(2**31 + 0.5).mul_(-2.0**-32).log1p_().neg_()   # -log(1 - u), u in steps of 2^-32
+
+
+def choose(p, keys):
+    """choose(p, t) of method section 10: the ids (...,) with the largest log p + g, a draw from p (..., V).
+
+    keys (..., 4) of each place. The largest p / E is the same id, and needs one logarithm less."""
+    V = p.shape[-1]
+    size = p.numel() if p.is_cuda else max(1, 2**17 // V)          # on the CPU, rows that stay in the cache
+    parts = zip(p.reshape(-1, V).split(size), keys.reshape(-1, 4).split(size))
+    return torch.cat([(rows / noise(k, V)).max(-1).indices for rows, k in parts]).view(p.shape[:-1])
+
+
+# ------------------------------------------------------------------------------------------ what to reveal
 
 def eb_select(logits, masked, gamma):
     """Eq. 8, the entropy-bounded choice: reveal the s most certain masked positions, s the largest with
@@ -53,32 +121,36 @@ def eb_select(logits, masked, gamma):
 
 
 def eb_confidence_select(logits, masked, gamma):
-    """Eq. 18 (B.1): in order of falling confidence, the largest s with sum - max of the first s entropies <= gamma."""
+    """Eq. 18 (B.1): in order of falling confidence, the largest s with sum - max of the first s entropies <=
+    gamma."""
     return select(eb_confidence_rule, logits, masked, gamma)
 
 
 def factor_select(logits, masked, factor):
-    """Fast-dLLM's factor rule: the largest n with (n + 1)(1 - c_n) < factor, or 1. B.1 prints c_n for 1 - c_n."""
+    """Fast-dLLM's factor rule: the largest n with (n + 1)(1 - c_n) < factor, or 1. B.1 prints c_n for 1 -
+    c_n."""
     return select(factor_rule, logits, masked, factor)
 
 
 def threshold_select(logits, masked, threshold):
-    """Fast-dLLM's threshold rule: every position with confidence >= threshold, and at least the most confident."""
+    """Fast-dLLM's threshold rule: every position with confidence >= threshold, and at least the most
+    confident."""
     return select(threshold_rule, logits, masked, threshold)
 
 
 @torch.no_grad()
 def select(rule, logits, masked, bound):
-    p = distribution(logits)
+    p = probabilities(logits)
     H, c, on_host = (t.cpu().numpy() for t in (entropy_of(p), p.amax(-1), masked))
     return torch.from_numpy(rule(H, c, on_host, bound)).to(masked.device)
 
 
-# The rules themselves see entropies H and confidences c, NumPy arrays (..., k): a few numbers a row that the decoding
-# loop has to fetch from the device anyway, and for which a dozen kernel launches would be too many.
+# The rules themselves see entropies H and confidences c, NumPy arrays (..., k): a few numbers a row that the
+# decoding loop has to fetch from the device anyway, and for which a dozen kernel launches would be too many.
+# Every rule is monotone in the number revealed, so each row's choice is a prefix of an order.
 
 def eb_rule(H, c, masked, gamma):
-    def good(order):   # the sum excludes the s-th: shifted, since subtracting it again would round small ones away
+    def good(order):   # the sum excludes the s-th: shifted, since subtracting it would round small ones away
         total = np.cumsum(taken(H, order, masked), -1)
         return np.concatenate((np.zeros_like(total[..., :1]), total[..., :-1]), -1) <= gamma
 
@@ -108,8 +180,8 @@ def taken(values, order, masked):
 
 
 def first_of_order(key, masked, good):
-    """Reveal the masked positions of smallest key (..., k) for as long as good(order) holds, at least one; ties go to
-    the leftmost position."""
+    """Reveal the masked positions of smallest key (..., k) for as long as good(order) holds, at least one;
+    ties go to the leftmost position."""
     order = np.argsort(np.where(masked, key, np.inf), -1, kind="stable")
     keep = np.logical_and.accumulate(good(order), -1)           # stops at the first failure
     keep[..., 0] = True
@@ -118,4 +190,5 @@ def first_of_order(key, masked, good):
     return reveal & masked
 
 
-SAMPLERS = {"eb": eb_rule, "eb-confidence": eb_confidence_rule, "factor": factor_rule, "threshold": threshold_rule}
+SAMPLERS = {"eb": eb_rule, "eb-confidence": eb_confidence_rule, "factor": factor_rule,
+            "threshold": threshold_rule}
