@@ -51,7 +51,7 @@ class Options:
     hedges: int = option(2, "verified: blocks a window", lambda x: 1 <= x <= 4096, "1 to 4096", int)
     temperature: float = option(0.0, "0: the most probable token", lambda x: 0 <= x < math.inf, "0 or more",
                                 float)
-    top_k: int | None = option(None, "draw from the k most probable tokens", lambda x: x >= 1, "1 or more", int)
+    top_k: int | None = option(None, "draw from the k most probable ids", lambda x: x >= 1, "1 or more", int)
     top_p: float | None = option(None, "draw from the fewest tokens that have this probability together",
                                  lambda x: 0 < x <= 1, "more than 0 and at most 1", float)
     seed: int | None = option(None, "sample i draws with seed + i", type=int)
@@ -258,7 +258,7 @@ def verified_step(model, cache, rows, o) -> list:
 
 
 def drafted(logits, keys, o):
-    """logits (B, n, V) -> draft tokens and their probabilities in the draft's own distribution, (B, n) each."""
+    """logits (B, n, V) -> draft tokens and their probabilities in the draft's distribution, (B, n) each."""
     token, c = pick(logits, keys, o)
     if not o.temperature:                                          # the softmax at its largest
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -348,7 +348,7 @@ def check_prompts(config, prompts, mode, block_size):
     need(longest < context,
          f"a prompt of {longest} tokens leaves no room in the model's context of {context}: shorten it")
     need(all(0 <= t < config.vocab_size for p in prompts for t in p),
-         f"a prompt id is outside the vocabulary, 0 to {config.vocab_size - 1}: is it this model's tokenizer?")
+         f"a prompt id is outside the vocabulary, 0 to {config.vocab_size - 1}: is it the model's tokenizer?")
     if mode == "sbd" or mode == "verified" and block_size > 1:
         need_mask(config, "the model")
 

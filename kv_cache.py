@@ -57,7 +57,7 @@ class KVCache:
         self.kernel = decode_kernel(attention, device, dtype)
         shape = (config.num_hidden_layers, batch_size, config.num_key_value_heads, max_len, config.head_dim)
         size, free = 2 * dtype.itemsize * np.prod(shape, dtype=float), free_memory(device)   # bytes
-        need(size <= free, f"the cache of {batch_size} rows of {max_len} tokens takes {size / 2**30:.1f} GiB, "
+        need(size <= free, f"a cache of {batch_size} rows of {max_len} tokens takes {size / 2**30:.1f} GiB, "
                            f"{device} has {free / 2**30:.1f} GiB free: decode fewer or shorter rows at once")
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
