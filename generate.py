@@ -195,8 +195,10 @@ def prefill(model, cache, prompts, rows, o):
     for row in rows:
         row.done = row.limit <= 0
     if o.mode != "sbd":
-        logits = logits_at(model, hidden, torch.tensor(lengths)[:, None].to(hidden.device) - 1)   # (B, 1, V)
-        token, score = pick(logits, keys_of(rows, [[0] for _ in rows], o).to(hidden.device), o)
+        last, zero = torch.tensor(lengths)[:, None] - 1, torch.zeros(len(rows), 1, dtype=torch.int64)
+        logits = logits_at(model, hidden, last.to(hidden.device))  # (B, 1, V)
+        keys = keys_of(rows, [0] * len(rows), 1, o).to(hidden.device)
+        token, score = pick(logits, keys, zero.to(hidden.device), o)
         for row, (token, _) in zip(rows, fetch(model, token, score).tolist()):
             row.next = int(token)
 
@@ -211,18 +213,18 @@ def sbd_step(model, cache, rows, o) -> list:
     windows = [row.pending + [mask_id if token is None else token for token in row.block] for row in rows]
     n = max(map(len, masked))  # what goes to the device goes before the forward
     places = table([[c + i for i in m] for c, m in zip(pending, masked)], n, 0).to(device)      # (B, n)
-    keys = keys_of(rows, [[row.start + i for i in m] + [0] * (n - len(m)) for row, m in zip(rows, masked)], o)
-    keys = keys.to(device)
+    keys = keys_of(rows, [row.start - c for row, c in zip(rows, pending)], 2 * o.k, o).to(device)
     hidden = run_window(model, cache, windows, pending, [[c] for c in pending], o.k)
     cache.commit(pending)                                          # the block's own keys are never kept
     logits = logits_at(model, hidden, places)                      # (B, n, V)
-    token, _ = pick(logits, keys, o)
+    token, _ = pick(logits, keys, places, o)
     p = probabilities(logits)                                      # untempered: so are entropy and confidence
     token, H, c = np.split(fetch(model, token, entropy_of(p), p.amax(-1)), 3, -1)   # (B, n) each
     exact = np.float64 if p.dtype == torch.float64 else np.float32
     is_masked = np.arange(n) < np.array([len(m) for m in masked])[:, None]
     reveal = SAMPLERS[o.sampler](H.astype(exact), c.astype(exact), is_masked, o.bound)   # Eq. 8 and its peers
-    found = [[(i, int(t)) for i, t, show in zip(*each) if show] for each in zip(masked, token, reveal)]
+    found = [[(i, t) for i, t, show in zip(*each) if show]
+             for each in zip(masked, token.astype(int).tolist(), reveal.tolist())]
     return [row.reveal(new, o.stop_ids) for row, new in zip(rows, found)]
 
 
@@ -235,19 +237,19 @@ def verified_step(model, cache, rows, o) -> list:
     d, first = max(lengths), [len(row.tokens) + 1 for row in rows]   # the first position not decided yet
     draft = table([row.draft for row in rows], d, -1).to(device)   # goes to the device before the forward
     laid, length = table(outcomes, max(map(len, outcomes)), -1).to(device), torch.tensor(lengths).to(device)
-    keys = keys_of(rows, [range(n, n + d + k) for n in first], o).to(device)
+    keys = keys_of(rows, first, d + k, o).to(device)
     sees = [[1 + a for a in each] for each in outcomes]
     hidden = run_window(model, cache, windows, [1 + n for n in lengths], sees, k)
     # Check: the NTP prediction at each of [next | draft] against the draft token behind it.
     places = torch.minimum(torch.arange(1 + d, device=device), length[:, None])
-    token, score = pick(logits_at(model, hidden, places), keys[:, :1 + d], o)    # (B, 1 + d)
+    token, score = pick(logits_at(model, hidden, places), keys, places, o)       # (B, 1 + d)
     accepted = (token[:, :d] == draft).long().cumprod(-1).sum(-1)[:, None]       # (B, 1)
     found = [accepted, token.gather(1, accepted), score.gather(1, accepted)]
     if k > 1:   # Draft: read it off the block that was laid out for this outcome, if there is one.
         hit, nth = (laid == accepted).max(-1, keepdim=True)        # whether there is one, and which
         i = torch.arange(1, k, device=device)                      # place 0 is the new `next`, known already
         places = (1 + length[:, None] + k * nth + i) * hit         # else any place will do
-        found += [hit, *drafted(logits_at(model, hidden, places), at(keys, accepted + i), o)]
+        found += [hit, *drafted(logits_at(model, hidden, places), keys, accepted + i, o)]
     steps = []
     for row, (a, token, _, *new) in zip(rows, fetch(model, *found).tolist()):
         steps.append(row.accept(int(a), o.stop_ids))
@@ -257,9 +259,9 @@ def verified_step(model, cache, rows, o) -> list:
     return steps
 
 
-def drafted(logits, keys, o):
+def drafted(logits, keys, places, o):
     """logits (B, n, V) -> draft tokens and their probabilities in the draft's distribution, (B, n) each."""
-    token, c = pick(logits, keys, o)
+    token, c = pick(logits, keys, places, o)
     if not o.temperature:                                          # the softmax at its largest
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         c = 1 / (logits - c[..., None]).exp_().sum(-1)
@@ -279,22 +281,22 @@ def likeliest(confidence, hedges):
     return sorted(range(len(p)), key=lambda a: -p[a])[:hedges]     # stable
 
 
-def pick(logits, keys, o):
-    """logits (B, n, V) -> tokens (B, n): the argmax, at a temperature choose(p, t) with each place's own
-    noise (method section 10), and its logit, or its probability in p."""
+def pick(logits, keys, places, o):
+    """logits (B, n, V) -> tokens (B, n): the argmax, at a temperature choose(p, t) with the noise of
+    keys[places] (method section 10); and its logit, or its probability in p."""
     if not o.temperature:
         best, token = logits.max(-1)  # argmax alone is slower in bfloat16 on the CPU
         return token, best
     p = probabilities(logits, o.temperature, o.top_k, o.top_p)
-    token = choose(p, keys)
+    token = choose(p, at(keys, places))
     return token, p.gather(-1, token[..., None])[..., 0]
 
 
-def keys_of(rows, positions, o):
-    """The keys of the noise at positions (B, n), which no row looks at when it draws nothing."""
+def keys_of(rows, first, n, o):
+    """The keys of the noise at n positions from first (B,) on, (B, n, 4); at temperature 0 empty."""
     if not o.temperature:
-        return torch.empty(len(rows), len(positions[0]), 0)
-    return noise_keys([row.seed for row in rows], [list(each) for each in positions])
+        return torch.empty(len(rows), n, 0)
+    return noise_keys([row.seed for row in rows], np.add.outer(first, np.arange(n)))
 
 
 def logits_at(model, hidden, places):
@@ -321,8 +323,9 @@ def fetch(model, *tensors):
     """Tensors of B rows -> float64 array (B, ...), in one transfer: the only wait for the device in a
     forward."""
     values = torch.cat([t.reshape(len(t), -1).double() for t in tensors], 1).cpu().numpy()
-    need(np.isfinite(values).all(), f"the model's logits are not finite in {model.lm_head.weight.dtype}: "
-                                    "try --dtype=float32, or check the weights")
+    if not np.isfinite(values).all():
+        raise ValueError(f"the model's logits are not finite in {model.lm_head.weight.dtype}: try --dtype=float32, "
+                         "or check the weights")
     return values
 
 

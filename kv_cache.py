@@ -69,8 +69,8 @@ class KVCache:
         """Keep the first n (B,) causal tokens of the last window."""
         n = np.array(n.tolist() if isinstance(n, torch.Tensor) else n, np.int64)   # on the host, as `lengths`
         lengths, S = self.lengths.numpy(), self.k.shape[3]
-        need(n.shape == lengths.shape and n.min(initial=0) >= 0 and (lengths + n).max(initial=0) <= S,
-             f"cannot commit {n.tolist()} tokens to rows of {lengths.tolist()} in a cache of {S}")
+        if n.shape != lengths.shape or n.min(initial=0) < 0 or (lengths + n).max(initial=0) > S:
+            raise ValueError(f"cannot commit {n.tolist()} tokens to rows of {lengths.tolist()} in a cache of {S}")
         self.lengths = torch.from_numpy(lengths + n)
 
     def keep(self, rows: list) -> None:
