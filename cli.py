@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-IS_COMMAND = Path(getattr(sys.modules["__main__"], "__file__", None) or "-").resolve().is_relative_to(HERE)
-if IS_COMMAND:   # until `run` takes over; a program that imports us keeps its own handler
+MAIN = Path(getattr(sys.modules["__main__"], "__file__", None) or "-").resolve()
+if MAIN.parent in {HERE, HERE / "kernels", *(HERE / "data").glob("*")}:   # not in a program that imports us
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
 import argparse

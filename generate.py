@@ -324,8 +324,8 @@ def fetch(model, *tensors):
     forward."""
     values = torch.cat([t.reshape(len(t), -1).double() for t in tensors], 1).cpu().numpy()
     if not np.isfinite(values).all():
-        raise ValueError(f"the model's logits are not finite in {model.lm_head.weight.dtype}: try --dtype=float32, "
-                         "or check the weights")
+        raise ValueError(f"the model's logits are not finite in {model.lm_head.weight.dtype}: "
+                         "try --dtype=float32, or check the weights")
     return values
 
 

@@ -1,7 +1,7 @@
-"""Hostile input to every command: one line and exit code 2, or success; no traceback, no hang, nothing damaged.
+"""Hostile input to every command: one line and exit code 2, or success; no traceback, no hang, no damage.
 
-A case is a command with options and files that are mostly right, one or two of them spoilt. Each runs in this process
-through the command's own main(argv) and the door (cli.run), under an alarm; a few run as commands of their own.
+A case is a command with options and files that are mostly right, one or two of them spoilt. Each runs in this
+process through the command's main(argv) and the door (cli.run), under an alarm; a few run on their own.
 """
 import contextlib
 import hashlib
@@ -18,20 +18,22 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "checkpoints" / "tiny-ntp"
 LIMIT = 20   # seconds a case may take
-NUMBERS = ["-1", "0", "1", "2", "3", "-0.5", "0.5", "1e9", "nan", "inf", "-inf", "1e400", "10**3", "1000000000000",
-           "9223372036854775808", "-9223372036854775809", "0x10", "1_0", "٣", "", " ", "true", "None", "[1]", "1,2"]
-WORDS = ["", ".", "..", "/", "/dev/null", "/dev/full", "/dev/zero", "no/such/thing", "no such\nthing", "\x1b[31mred", "a" * 5000,
-         "x,y", "💥", "--help me", "-", "~", "hub/na/me", "none/such", "llama9-8b", "sbd-3b", "cpu", "hpu", "cuda:99",
-         "mps", "meta", "xla", "cpu:7", "float8", "eb", "triton", "verified", "../" * 40, "FIFO", "FOLDER", "SELF"]
-JSON = [None, True, False, -1, 0, 3, 0.5, 1e308, 10**12, 2**63, -2**63, "", "x", "llama", [], [None], [1, None], {},
-        {"a": 1}, [[[[]]]], "\x00", "\x1b[2J", float("nan"), float("inf")]
+NUMBERS = ["-1", "0", "1", "2", "3", "-0.5", "0.5", "1e9", "nan", "inf", "-inf", "1e400", "10**3",
+           str(10**12),
+           str(2**63), str(-2**63 - 1), "0x10", "1_0", "٣", "", " ", "true", "None", "[1]", "1,2"]
+WORDS = ["", ".", "..", "/", "/dev/null", "/dev/full", "/dev/zero", "no/such/thing", "no such\nthing",
+         "\x1b[31mred", "a" * 5000, "x,y", "💥", "--help me", "-", "~", "hub/na/me", "none/such", "llama9-8b",
+         "sbd-3b", "cpu", "hpu", "cuda:99", "mps", "meta", "xla", "cpu:7", "float8", "eb", "triton", "verified",
+         "../" * 40, "FIFO", "FOLDER", "SELF"]
+JSON = [None, True, False, -1, 0, 3, 0.5, 1e308, 10**12, 2**63, -2**63, "", "x", "llama", [], [None],
+        [1, None],
+        {}, {"a": 1}, [[[[]]]], "\x00", "\x1b[2J", float("nan"), float("inf")]
 
 
 def base(home):
@@ -39,15 +41,19 @@ def base(home):
     short = ["--device=cpu", "--max_new_tokens=3"]
     return {
         "generate": [f"--init_from={home}/model", "--prompt=Mia has 3", *short],
-        "eval": [f"--init_from={home}/model", f"--out_dir={home}/eval", "--limit=1", "--timed=0", "--mode=ntp", *short],
+        "eval": [f"--init_from={home}/model", f"--out_dir={home}/eval", "--limit=1", "--timed=0",
+                 "--mode=ntp",
+                 *short],
         "harness": [f"--init_from={home}/model", "--tasks=none", f"--out_dir={home}/tasks", *short],
-        "bench": [f"--init_from={home}/model", "--mask_id=511", "--kv_lens=4", "--batches=1", "--num_prompts=1",
+        "bench": [f"--init_from={home}/model", "--mask_id=511", "--kv_lens=4", "--batches=1",
+                  "--num_prompts=1",
                   "--repeats=1", "--batch_size=0", "--nfe_speedup=2", "--block_size=2", *short],
         "speculative": [f"--init_from={home}/model", "--num_prompts=1", "--repeats=1", "--max_new_tokens=2",
                         "--block_size=2"],
         "roofline": ["--model=tiny", "--new_tokens=4", "--prompt_len=4"],
-        "train": [f"--init_from={home}/model", f"--dataset={home}/data", f"--out_dir={home}/run", "--max_steps=1",
-                  "--seq_len=16", "--batch_size=1", "--eval_rows=1", "--sample_problems=0", "--device=cpu"],
+        "train": [f"--init_from={home}/model", f"--dataset={home}/data", f"--out_dir={home}/run",
+                  "--max_steps=1", "--seq_len=16", "--batch_size=1", "--eval_rows=1", "--sample_problems=0",
+                  "--device=cpu"],
         "train --resume": ["--resume", f"--out_dir={home}/done", "--device=cpu"],
         "data.jsonl.prepare": [f"{home}/rows.jsonl", f"--tokenizer={home}/model", f"--out_dir={home}/mine"],
         "data.word_problems.prepare": ["--num_train=3", "--num_val=2", f"--out_dir={home}/words"],
@@ -56,7 +62,7 @@ def base(home):
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
-    """A folder with one of each thing that a command reads: a model, a data set, a run to resume, rows, results."""
+    """A folder with one of each thing that a command reads: model, data set, run to resume, rows, results."""
     home = tmp_path_factory.mktemp("fuzz") / "whole"
     home.mkdir()
     shutil.copytree(TINY, home / "model")
@@ -112,8 +118,9 @@ def spoil_option(rng, name, argv, home):
     for _ in range(rng.choice((1, 1, 2))):
         option = rng.choice(known)
         word = rng.choice(rng.choice((NUMBERS, WORDS)))
-        word = {"FIFO": f"{home}/fifo", "FOLDER": f"{home}/data", "SELF": f"{home}/model/config.json"}.get(word, word)
-        argv = [a for a in argv if not a.startswith(option + "=")] + [option if word == "--help me" else f"{option}={word}"]
+        places = {"FIFO": f"{home}/fifo", "FOLDER": f"{home}/data", "SELF": f"{home}/model/config.json"}
+        given = option if word == "--help me" else f"{option}={places.get(word, word)}"
+        argv = [a for a in argv if not a.startswith(option + "=")] + [given]
     return argv
 
 
@@ -123,7 +130,8 @@ def options_of(module):
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         module.main(["--help"])
     found = {word.strip(",[]") for word in out.getvalue().split() if word.startswith(("--", "[--"))}
-    skip = {"--help", "--compile", "--overwrite", "--num_train", "--train_tokenizer", "--kernels", "--against", "--random_weights"}
+    skip = {"--help", "--compile", "--overwrite", "--train_tokenizer", "--kernels", "--against",
+            "--random_weights"}
     return sorted(f for f in found if f[2:].isidentifier() and f not in skip)
 
 
@@ -141,7 +149,8 @@ def spoil_file(rng, path):
         spots = []
 
         def walk(node, depth=0):
-            for key in (list(node) if isinstance(node, dict) else range(min(len(node), 3)) if isinstance(node, list) else ()):
+            keys = list(node) if isinstance(node, dict) else range(3) if isinstance(node, list) else ()
+            for key in keys if isinstance(node, dict) else keys[:len(node)] if keys else ():
                 spots.append((node, key))
                 if depth < 4:
                     walk(node[key], depth + 1)
@@ -164,11 +173,13 @@ def spoil_file(rng, path):
         data = bytearray(raw)
         for _ in range(rng.choice((1, 1, 8, 64))):
             if data:
-                data[rng.randrange(min(len(data), rng.choice((64, 4096, 10**9))))] = rng.randrange(256)
+                at = rng.randrange(min(len(data), rng.choice((64, 4096, 10**9))))
+                data[at] = rng.randrange(256)
         path.write_bytes(data)
 
 
-FILES = {"generate": "model", "eval": "model eval", "speculative": "model", "train": "model data", "bench": "model",
+FILES = {"generate": "model", "eval": "model eval", "speculative": "model", "train": "model data",
+         "bench": "model",
          "train --resume": "done", "data.jsonl.prepare": "model rows.jsonl"}
 
 
@@ -194,7 +205,7 @@ def spoilt(rng, whole, home):
 
 
 def run_cases(whole, tmp_path, seeds):
-    """-> how many of each exit code; fails at the first case that is neither refused in one line nor a success."""
+    """-> how many of each exit code; fails at the first that is neither refused in one line nor a success."""
     codes, before = Counter(), digest(ROOT)
     for seed in seeds:
         rng, home = random.Random(seed), tmp_path / "home"
@@ -206,7 +217,7 @@ def run_cases(whole, tmp_path, seeds):
         assert code in (0, 2), told
         assert "Traceback" not in err, told
         if code == 2:
-            lines = [line for line in err.splitlines() if " has no effect " not in line and " have no effect " not in line]
+            lines = [line for line in err.splitlines() if "no effect" not in line]
             script = Path(name.split()[0].replace(".", "/") + ".py").name
             refusals = [line for line in lines if line.startswith(f"{script}: ")]
             assert len(refusals) == 1 and lines[-1] == refusals[0], told
@@ -246,8 +257,8 @@ def test_twenty_hostile_inputs_to_real_commands(whole, tmp_path):
         os.mkfifo(home / "fifo")
         name, argv = spoilt(rng, whole, home)
         script = ROOT / (name.split()[0].replace(".", "/") + ".py")
-        done = subprocess.run([sys.executable, script, *argv], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                              timeout=3 * LIMIT, env=os.environ | dict(HF_HUB_OFFLINE="1"))
+        done = subprocess.run([sys.executable, script, *argv], stdin=subprocess.DEVNULL, capture_output=True,
+                              text=True, timeout=3 * LIMIT, env=os.environ | dict(HF_HUB_OFFLINE="1"))
         told = (seed, name, argv, done.returncode, done.stderr[-2000:])
         assert done.returncode in (0, 2) and "Traceback" not in done.stderr, told
         assert done.returncode == 0 or done.stderr.splitlines()[-1].startswith(f"{script.name}: "), told
