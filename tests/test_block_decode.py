@@ -344,7 +344,8 @@ def test_hopper_code_spills_nothing_and_uses_wgmma(what, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would time the GPU")
 def test_bench_kernels_runs_interpreted_and_refuses_a_machine_without_gpu(tmp_path):
-    bench = [sys.executable, Path(__file__).parent.parent / "bench.py", "--kernels", f"--json={tmp_path}/rows.json"]
+    script = Path(__file__).parent.parent / "bench.py"
+    bench = [sys.executable, script, "--kernels", f"--json={tmp_path}/rows.json"]
 
     def run(interpret):
         env = os.environ | dict(TRITON_INTERPRET=interpret, OMP_NUM_THREADS="1")
