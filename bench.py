@@ -262,6 +262,10 @@ class Decoded:
     widths: Counter | None = None                           # how many decoding forwards had W tokens
     kv_lens: tuple = ()                                     # cached tokens of each forward
 
+    @property
+    def window(self):
+        return mean(self.widths.elements())                 # tokens
+
 
 def decode_job(model, prompts, options, nfe_speedup, decoded):
     """A function that decodes every prompt, one at a time, into `decoded`; options: of `decode`."""
@@ -303,15 +307,11 @@ def decoding_jobs(model, prompts, modes, args):
     kv_len = round(mean(n for d in decoded.values() for n in d.kv_lens))
     wanted = {(m, W) for m, d in decoded.items() for W in d.widths}
     wanted |= {("sbd", W) for W in (k, 2 * k) if "sbd" in modes}                # of Eq. 16
-    wanted |= {(m, mean_window(d)) for m, d in decoded.items() if m == "verified"}
+    wanted |= {(m, round(d.window)) for m, d in decoded.items() if m == "verified"}
     cache = filled_cache(model, 1, kv_len, max(W for _, W in wanted))
     for m, W in sorted(wanted):
         jobs[m, W] = forward_job(model, cache, k, *layout(m, W, k, args.hedges))
     return jobs, decoded, kv_len
-
-
-def mean_window(d):
-    return round(mean(d.widths.elements()))
 
 
 def predictions(mode, d, made, seconds, k, kv_len, case):
@@ -321,8 +321,8 @@ def predictions(mode, d, made, seconds, k, kv_len, case):
         times = zip(one, seconds["sbd", k], seconds["sbd", 2 * k])
         return ([equation_16(*t, k, per_forward) for t in times],
                 roofline.speedup(k, per_forward, kv_len, 1, **case))
-    return ([per_forward * a / b for a, b in zip(one, seconds[mode, mean_window(d)])],
-            roofline.verified_speedup(per_forward, mean(d.widths.elements()), kv_len, 1, **case))
+    return ([per_forward * a / b for a, b in zip(one, seconds[mode, round(d.window)])],
+            roofline.verified_speedup(per_forward, d.window, kv_len, 1, **case))
 
 
 def decoding_figures(mode, d, seconds, ntp, predict) -> dict:
@@ -332,7 +332,7 @@ def decoding_figures(mode, d, seconds, ntp, predict) -> dict:
     behind = [s - p for s, p in zip(seconds[mode], seconds["prefill", mode])]
     alone = [sum(n * seconds[mode, W][i] for W, n in d.widths.items()) for i in range(len(behind))]
     f = dict(tokens=tokens, nfe=nfe, nfe_speedup=tokens / nfe, forwards=d.widths.total(),
-             mean_window=mean(d.widths.elements()), tokens_per_s=tokens / median(seconds[mode]),
+             mean_window=d.window, tokens_per_s=tokens / median(seconds[mode]),
              decode_tokens_per_s=[made / s for s in behind], first_token_s=median(d.first), peak_bytes=d.peak,
              in_forwards=ratio(alone, behind))
     if ntp:
@@ -390,14 +390,12 @@ def bench_training(model, case, args) -> dict:
     B, L, k = args.batch_size, args.seq_len, args.block_size
     tokens = torch.randint(model.config.vocab_size, (B, L), device=model.lm_head.weight.device)
 
-    def step(loss):
-        def run():
-            loss().loss.backward()
-            model.zero_grad()
-        return run
+    def step(loss, *more):
+        loss(model, tokens, *more).loss.backward()
+        model.zero_grad()
 
-    losses = dict(ntp=lambda: ntp_loss(model, tokens), sbd=lambda: sbd_loss(model, tokens, k))
-    seconds = interleaved({name: step(loss) for name, loss in losses.items()}, args.repeats)
+    jobs = dict(ntp=lambda: step(ntp_loss), sbd=lambda: step(sbd_loss, k))
+    seconds = interleaved(jobs, args.repeats)
     # An SBD step is two NTP ones: 2L tokens, and about L * L scores a head where causal attention has half.
     least = {name: 3 * roofline.forward_time(L, 0, rows, causal=True, **case)
              for name, rows in (("ntp", B), ("sbd", 2 * B))}

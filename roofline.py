@@ -17,6 +17,7 @@ from cli import need, parser, run
 import functools
 import importlib.util
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -249,25 +250,26 @@ def print_tables():
         for nfe in (2, 4, 8):
             for kv_len in KV_LENS:
                 row(f"{batch:5} {nfe:4} {kv_len:8}", speedup, (8, 16, 32, 64), nfe, kv_len, batch)
-    print(f"""
+    at_256, at_1m = ([f"{slowdown(16, kv_len, b):.3f}" for b in (1, 16)] for kv_len in (256, 2**20))
+    wide = [f"{slowdown(64, 65536, 1, published=p):.3f}" for p in (False, True)]
+    worth = [f"{speedup(64, 4, 65536, 1, published=p):.2f}" for p in (False, True)]
+    print("\n" + textwrap.fill(f"""\
 The published cells come from FFN weights 67 million columns wide, which hide the cache: they barely depend on
 the KV length. With the real shapes of Llama-3.1-8B on the same device constants the conclusion stands up to
-block 16: at 256 cached tokens it costs {slowdown(16, 256, 1):.3f} at batch 1 and \
-{slowdown(16, 256, 16):.3f} at batch 16, at 1,048,576 tokens {slowdown(16, 2**20, 1):.3f} and
-{slowdown(16, 2**20, 16):.3f}. It changes for larger blocks behind long caches. Attention does 2 W H / Hkv \
-flops for each KV byte it reads,
-whatever the batch and the KV length, so compute binds it from {PAPER.bf16 / PAPER.bandwidth / 8:.0f} tokens \
-on: at batch 1 and 65,536 tokens
-block 64 costs {slowdown(64, 65536, 1):.3f}, not {slowdown(64, 65536, 1, published=True):.3f}, and an NFE \
-speedup of 4 is worth {speedup(64, 4, 65536, 1):.2f}, not {speedup(64, 4, 65536, 1, published=True):.2f}; with
-block 16 it is worth {speedup(16, 4, 65536, 1):.2f}.""")
+block 16: at 256 cached tokens it costs {at_256[0]} at batch 1 and {at_256[1]} at batch 16, at 1,048,576
+tokens {at_1m[0]} and {at_1m[1]}. It changes for larger blocks behind long caches. Attention does 2 W H / Hkv
+flops for each KV byte it reads, whatever the batch and the KV length, so compute binds it from
+{PAPER.bf16 / PAPER.bandwidth / 8:.0f} tokens on: at batch 1 and 65,536 tokens block 64 costs {wide[0]}, not
+{wide[1]}, and an NFE speedup of 4 is worth {worth[0]}, not {worth[1]}; with block 16 it is worth
+{speedup(16, 4, 65536, 1):.2f}.""", 110))
 
 
 def print_case(args, case):
-    k, kv_len, batch, nfe = args.block_size, args.kv_len, args.batch, args.nfe_speedup
-    at, window = (kv_len, batch), args.window or k
+    k, batch, nfe = args.block_size, args.batch, args.nfe_speedup
+    at, window = (args.kv_len, batch), args.window or k
     parts = forward_parts(window, *at, **case)
-    print(f"{args.model} on {args.device}: batch {batch}, {kv_len} cached tokens a row, window {window}\n")
+    print(f"{args.model} on {args.device}: batch {batch}, {args.kv_len} cached tokens a row, window of {window} "
+          "tokens\n")
     print(f"{'part':10} {'ms':>10} {'GB':>10} {'GFLOP':>12}  bound by")
     for p in parts + [total(parts)]:
         print(f"{p.name:10} {p.time * 1e3:10.4f} {p.bytes / 1e9:10.4f} {p.flops / 1e9:12.2f}  {p.bound}")
