@@ -522,6 +522,8 @@ def check(args):
         others = {"against", "random_weights", "nfe_speedup", "plot"} - {lone}
         idle = ", ".join(f"--{name}" for name in sorted(others) if getattr(args, name))
         need(not getattr(args, lone) or not idle, f"--{lone} times nothing but that: leave out {idle}")
+    if args.random_weights or args.against:
+        args.batch_size = 0                                    # no training step is timed
     roofline.check_file("--json", args.json)
     roofline.check_plot(args.plot)
     need(not args.against or importlib.util.find_spec("transformers"),
@@ -536,7 +538,8 @@ def shape(args, device, dtype):
     if not args.against:
         need_mask(config, args.init_from)
     context, most = config.max_position_embeddings, max(args.kv_lens)
-    for name, given, room in (("kv_lens", most, context - max(WINDOWS)), ("seq_len", args.seq_len, context),
+    trained = args.seq_len * bool(args.batch_size)
+    for name, given, room in (("kv_lens", most, context - max(WINDOWS)), ("seq_len", trained, context),
                               ("max_new_tokens", args.max_new_tokens, context)):
         need(given <= room, f"--{name} {given}: the context of {context} tokens has room for {room}")
     with torch.device("meta"):
@@ -544,7 +547,7 @@ def shape(args, device, dtype):
     slots = max(args.batches) * (2 * most + max(WINDOWS))      # bench_forwards' two caches
     kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * slots
     # What a training step keeps for its backward, at least: each layer's inputs of 2 L tokens a row.
-    kept = 2 * args.batch_size * args.seq_len * config.num_hidden_layers * config.hidden_size
+    kept = 2 * args.batch_size * trained * config.num_hidden_layers * config.hidden_size
     total, free = (count + max(kv, kept)) * dtype.itemsize, free_memory(device)
     need(total <= free, f"weights, and caches or a training step, take {total / 2**30:.1f} GiB, {device} has "
                         f"{free / 2**30:.1f} GiB free: use a smaller model or dtype, fewer --batches, "
@@ -561,7 +564,7 @@ def load(args, config, device, dtype):
         from data.word_problems.prepare import problems
         texts = [problem.prompt for problem in problems("val", args.num_prompts)]
         model = Llama.from_pretrained(args.init_from, device, dtype, args.mask_id)
-        prompts = [Tokenizer.from_pretrained(model.folder).encode(text) for text in texts]
+        prompts = list(map(Tokenizer.from_pretrained(model.folder).encode, texts))
     model.fuse()
     return decoding.compile_decoding(model) if args.compile else model, prompts
 
@@ -591,7 +594,7 @@ def bench(args) -> dict:
     if args.random_weights:   # what they predict means nothing
         modes = ["ntp"] + ["sbd"] * bool(args.nfe_speedup)
     figures["decoding"] = bench_decoding(model, case, prompts, modes, args)
-    if args.batch_size and not args.random_weights:
+    if args.batch_size:
         figures["training"] = bench_training(model, case, args)
     return figures
 

@@ -268,8 +268,8 @@ def print_case(args, case):
     k, batch, nfe = args.block_size, args.batch, args.nfe_speedup
     at, window = (args.kv_len, batch), args.window or k
     parts = forward_parts(window, *at, **case)
-    print(f"{args.model} on {args.device}: batch {batch}, {args.kv_len} cached tokens a row, window of {window} "
-          "tokens\n")
+    print(f"{args.model} on {args.device}: batch {batch}, {args.kv_len} cached tokens a row, "
+          f"window of {window} tokens\n")
     print(f"{'part':10} {'ms':>10} {'GB':>10} {'GFLOP':>12}  bound by")
     for p in parts + [total(parts)]:
         print(f"{p.name:10} {p.time * 1e3:10.4f} {p.bytes / 1e9:10.4f} {p.flops / 1e9:12.2f}  {p.bound}")
