@@ -1,22 +1,23 @@
 """Seconds: what forwards, decoding and training cost on this machine; the only place with timing helpers.
 
-    python bench.py                                                             the shipped tiny model
-    python bench.py --init_from=DIR --against=transformers                      any model, beside transformers' generate
+    python bench.py                                           the shipped tiny model
+    python bench.py --init_from=DIR --against=transformers    any model, beside transformers
     python bench.py --random_weights --init_from=llama3.1-8b --nfe_speedup=4    a shape without its weights
-    python bench.py --kernels                                                   the Triton kernels, on a Hopper GPU
+    python bench.py --kernels                                 the Triton kernels, on a Hopper GPU
 
-The machine's own ceilings come first and make a roofline; then everything is timed in the same process and printed beside it.
-What is compared runs in turn, A B A B, after a warm-up. Figures are medians over the rounds, and a ratio is the median of the
-rounds' ratios: what to quote are the ratios.
+The machine's own ceilings come first and make a roofline; then everything is timed in the same process and
+printed beside it. What is compared runs in turn, A B A B, after a warm-up. Figures are medians over the
+rounds, and a ratio is the median of the rounds' ratios: what to quote are the ratios.
 
 Shapes: k block size, W window tokens, B rows.
 """
-import argparse
+from cli import add_model, add_options, need, need_mask, open_device, parser, run
+
+import dataclasses
 import importlib.util
 import itertools
 import json
 import math
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -27,14 +28,15 @@ import torch.nn.functional as F
 
 import generate as decoding
 import roofline
-from kv_cache import KVCache, run_window
-from hf import free_memory, need, write_whole
+from eb_sampler import SAMPLERS
+from hf import free_memory, write_whole
 from kernels.packed_linear import pack, packed_linear
+from kv_cache import KVCache, run_window
 from model import Llama, LlamaConfig
 from sbd_loss import ntp_loss, sbd_loss
 from tokenizer import Tokenizer
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 WINDOWS = (1, 2, 4, 8, 16, 32, 64)
 BIG, SIDE = 2**29, 2048   # bytes that no cache holds; rows of a large matrix
 
@@ -47,8 +49,8 @@ def synchronize():
 def interleaved(functions: dict, repeats: int, least: float = 0.03) -> dict:
     """name -> [seconds a call, ...], one for each of `repeats` rounds that call every function in turn.
 
-    Within a round a function runs for at least `least` seconds in a row, at most 200 times, as decoding runs forwards:
-    the first one finds the caches filled by another. Two calls of each come before, to warm up.
+    Within a round a function runs for at least `least` seconds in a row, at most 200 times, as decoding runs
+    forwards: the first one finds the caches filled by another. Two calls of each come before, to warm up.
     """
     def timed(function, n):
         synchronize()
@@ -60,8 +62,8 @@ def interleaved(functions: dict, repeats: int, least: float = 0.03) -> dict:
 
     for function in functions.values():
         function()
-    in_a_row = {name: max(1, min(200, math.ceil(least / timed(function, 1)))) for name, function in functions.items()}
-    rounds = [{name: timed(function, in_a_row[name]) for name, function in functions.items()} for _ in range(repeats)]
+    in_a_row = {name: max(1, min(200, math.ceil(least / timed(f, 1)))) for name, f in functions.items()}
+    rounds = [{name: timed(f, in_a_row[name]) for name, f in functions.items()} for _ in range(repeats)]
     return {name: [r[name] for r in rounds] for name in functions}
 
 
@@ -78,8 +80,9 @@ def spread(seconds):
 def ceilings(nbytes, dtype, device, repeats) -> tuple:
     """What this machine reaches -> (roofline.Device, figures).
 
-    Copies and matrix-vector products run over BIG bytes and, where all weights of the model (nbytes) are fewer, over that
-    many too: the caches may hold them, and then theirs is the bandwidth to compare with. The larger of the two rates counts.
+    Copies and matrix-vector products run over BIG bytes and, where all weights of the model (nbytes) are
+    fewer, over that many too: the caches may hold them, and then theirs is the bandwidth to compare with. The
+    larger of the two rates counts.
     """
     side = SIDE * (4 if device.type == "cuda" else 1)
     square = torch.randn(side, side, device=device).to(dtype)
@@ -92,17 +95,19 @@ def ceilings(nbytes, dtype, device, repeats) -> tuple:
         side = min(2 * SIDE, math.isqrt(halves.numel()))
         x, count = torch.ones(1, side, dtype=dtype, device=device), halves.numel() // side**2
         matrices = halves.view(-1)[:count * side**2].view(count, side, side)
-        packed = [pack(matrix) for matrix in matrices]                     # as decoding reads them
-        jobs = dict(copy=lambda: halves[1].copy_(halves[0]),
-                    matvec=lambda: [F.linear(x, m) if p is None else packed_linear(x, p) for m, p in zip(matrices, packed)])
-        seconds = interleaved(jobs, repeats)
+        packed = [pack(matrix) for matrix in matrices]                 # as decoding reads them
+
+        def matvec():
+            return [F.linear(x, m) if p is None else packed_linear(x, p) for m, p in zip(matrices, packed)]
+
+        seconds = interleaved(dict(copy=lambda: halves[1].copy_(halves[0]), matvec=matvec), repeats)
         copy, matvec = size / median(seconds["copy"]), matrices.nbytes / median(seconds["matvec"])
         memory[size] = dict(copy=copy, matvec=matvec)
         print(f"  over {size / 1e6:,.1f} MB: copy {copy / 1e9:.1f} GB/s, read and written; "
               f"matrix-vector products {matvec / 1e9:.1f} GB/s, {matvec / copy:.2f} of it")
     bandwidth = max(copy, matvec)
-    print(f"  roofline: {flops / 1e9:,.0f} GFLOP/s and {bandwidth / 1e9:.1f} GB/s, that over {size / 1e6:,.1f} MB"
-          + ", all weights of this model" * (size < BIG))
+    print(f"  roofline: {flops / 1e9:,.0f} GFLOP/s and {bandwidth / 1e9:.1f} GB/s, that over "
+          f"{size / 1e6:,.1f} MB" + ", all weights of this model" * (size < BIG))
     return roofline.Device(bandwidth, flops), dict(matmul_flops=flops, bandwidth=bandwidth, memory=memory)
 
 
@@ -116,28 +121,30 @@ def filled_cache(model, batch, kv_len, scratch):
 
 
 def forward_job(model, cache, block_size, num_causal, num_blocks, read):
-    """A function that runs one window, [causal | block | block ...] on every row of `cache`, and fetches the argmax of
-    its last `read` positions' logits."""
+    """A function that runs one window, [causal | block | block ...] on every row of `cache`, and fetches the
+    argmax of its last `read` positions' logits."""
     B, W = len(cache.lengths), num_causal + num_blocks * block_size
     tokens = torch.randint(model.config.vocab_size, (B, W)).tolist()
+    layout = [num_causal] * B, [[num_causal] * num_blocks] * B, block_size
 
     @torch.inference_mode()
     def run():
-        hidden = run_window(model, cache, tokens, [num_causal] * B, [[num_causal] * num_blocks] * B, block_size)
+        hidden = run_window(model, cache, tokens, *layout)
         return model.lm_head(hidden[:, W - read:]).argmax(-1).tolist()
     return run
 
 
 def linears_job(model, batch, torch_own=False):
-    """The linear layers of a one-token forward alone, in its order: each weight is read once, after all the others.
+    """The linear layers of a one-token forward alone, in its order: each weight is read after all others.
 
-    As decoding runs them (q, k, v are one product, gate and up another), or each as PyTorch's own nn.Linear would be.
+    As decoding runs them (q, k, v are one product, gate and up another), or each as PyTorch's own nn.Linear.
     """
     c, weight = model.config, model.lm_head.weight
     x, heads, ffn = (torch.randn(batch, n, device=weight.device).to(weight.dtype)
                      for n in (c.hidden_size, c.num_attention_heads * c.head_dim, c.intermediate_size))
     inputs = dict(o_proj=heads, down_proj=ffn)
-    each = [(inputs.get(name.split(".")[-1], x), m.weight) for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    each = [(inputs.get(name.split(".")[-1], x), m.weight) for name, m in model.named_modules()
+            if isinstance(m, torch.nn.Linear)]
 
     @torch.inference_mode()
     def run():
@@ -153,31 +160,35 @@ def linears_job(model, batch, torch_own=False):
 
 
 def bench_forwards(model, case, kv_lens, batches, repeats) -> list:
-    """Prefill and windows of every width, measured over roofline; a one-token forward over its linear layers."""
+    """Prefill and windows of every width, measured over roofline; a one-token forward over its linears."""
     weights = [layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     figures = []
     for batch, kv_len in itertools.product(batches, kv_lens):
-        cache, empty = filled_cache(model, batch, kv_len, max(WINDOWS)), filled_cache(model, batch, 0, kv_len)
+        at = dict(batch=batch, kv_len=kv_len)
+        cache = filled_cache(model, batch, kv_len, max(WINDOWS))
+        empty = filled_cache(model, batch, 0, kv_len)
         jobs = {W: forward_job(model, cache, W, int(W == 1), int(W > 1), W) for W in WINDOWS}
         jobs |= dict(prefill=forward_job(model, empty, 1, kv_len, 0, 1), linears=linears_job(model, batch))
         jobs["torch's linears"] = linears_job(model, batch, torch_own=True)
         seconds = interleaved(jobs, repeats)
         least = {W: roofline.total(roofline.forward_parts(W, kv_len, batch, **case)) for W in WINDOWS}
-        least["prefill"] = roofline.total(roofline.forward_parts(kv_len, 0, batch, causal=True, logits=1, **case))
+        prefill = roofline.forward_parts(kv_len, 0, batch, causal=True, logits=1, **case)
+        least["prefill"] = roofline.total(prefill)
         title = f"batch {batch}, {kv_len} cached tokens a row"
         print(f"\n{title:51}{'roofline':>15}{'over it':>9}{'over one token (roofline)':>27}")
         for name, cost in least.items():
-            f = dict(window=name, batch=batch, kv_len=kv_len, seconds=seconds[name], roofline=vars(cost),
-                     over_roofline=median(seconds[name]) / cost.time, slowdown=ratio(seconds[name], seconds[1]))
+            s, slow = seconds[name], ratio(seconds[name], seconds[1])
+            over = median(s) / cost.time
+            figures.append(dict(window=name, **at, seconds=s, roofline=vars(cost), over_roofline=over,
+                                slowdown=slow))
             label = f"window {name}" if name in WINDOWS else f"prefill of {kv_len}"
-            slow = f"{f['slowdown']:19.2f} ({cost.time / least[1].time:.2f})" if name in WINDOWS else ""
-            print(f"  {label:16}{spread(seconds[name])}{1e3 * cost.time:10.3f} ms{f['over_roofline']:9.2f}{slow}")
-            figures.append(f)
+            print(f"  {label:16}{spread(s)}{1e3 * cost.time:10.3f} ms{over:9.2f}"
+                  + f"{slow:19.2f} ({cost.time / least[1].time:.2f})" * (name in WINDOWS))
         for name in ("linears", "torch's linears"):
             s, over = seconds[name], ratio(seconds[1], seconds[name])
-            bandwidth = sum(w.numel() * w.itemsize for w in weights) / median(s)
-            print(f"  {name:16}{spread(s)}  {bandwidth / 1e9:.1f} GB/s; the window of 1 takes {over:.3f} of it")
-            figures.append(dict(window=name, batch=batch, kv_len=kv_len, seconds=s, bandwidth=bandwidth, forward_over=over))
+            rate = sum(w.numel() * w.itemsize for w in weights) / median(s)
+            figures.append(dict(window=name, **at, seconds=s, bandwidth=rate, forward_over=over))
+            print(f"  {name:16}{spread(s)}  {rate / 1e9:.1f} GB/s; the window of 1 takes {over:.3f} of it")
     return figures
 
 
@@ -187,22 +198,23 @@ def equation_16(t1, tk, t2k, k, nfe_speedup):
 
 
 def schedule(k, nfe_speedup):
-    """How many tokens each forward reveals, without end: blocks take k / nfe_speedup forwards on average, which share
-    their block evenly."""
+    """How many tokens each forward reveals, without end: blocks take k / nfe_speedup forwards on average, and
+    their forwards share them evenly."""
+    spent = lambda blocks: math.floor(blocks * k / nfe_speedup + 1e-9)
     for b in itertools.count():
-        forwards = math.floor((b + 1) * k / nfe_speedup + 1e-9) - math.floor(b * k / nfe_speedup + 1e-9)
+        forwards = spent(b + 1) - spent(b)
         for i in range(forwards):
             yield k * (i + 1) // forwards - k * i // forwards
 
 
 def replay(k, nfe_speedup):
-    """A rule of eb_sampler for one row that follows the schedule from left to right, whatever the model predicts."""
+    """A rule of eb_sampler for one row: it follows the schedule from left to right, whatever is predicted."""
     reveals = schedule(k, nfe_speedup)
     return lambda H, c, masked, bound: masked & (masked.cumsum(-1) <= next(reveals))
 
 
 def layout(mode, W, k, hedges):
-    """What a decoding forward of W tokens holds: causal tokens, blocks of k, and how many logits at its end are read."""
+    """What a decoding forward of W tokens holds: causal tokens, blocks of k, and logits read at its end."""
     if mode == "ntp":
         return 1, 0, 1
     if mode == "sbd":
@@ -215,9 +227,9 @@ def forwards_of(model, run) -> list:
     """(cached tokens, W) of every decoding forward of run(), one row each; prefills are left out."""
     hidden, graphs, seen = model.hidden, model.graphs, []
 
-    def watched(tokens, positions, attend):
+    def watched(tokens, positions, *other, **named):
         seen.append((int(positions[0, 0]), tokens.shape[1]))
-        return hidden(tokens, positions, attend)
+        return hidden(tokens, positions, *other, **named)
 
     model.hidden, model.graphs = watched, None   # a replayed graph would call nothing
     try:
@@ -229,7 +241,7 @@ def forwards_of(model, run) -> list:
 
 
 def peak_memory(device, run):
-    """Peak bytes during run(): CUDA's allocator, elsewhere the whole process; None where the system does not say."""
+    """Peak bytes during run(): of CUDA's allocator, else of the process; None where the system is silent."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif Path("/proc/self/clear_refs").exists():
@@ -241,120 +253,177 @@ def peak_memory(device, run):
     return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024 if status.exists() else None
 
 
-def bench_decoding(model, case, prompts, modes, k, gamma, hedges, nfe_speedup, max_new_tokens, repeats) -> dict:
-    """Every mode on the same prompts, one at a time: rates, and the wall-clock speedup over NTP beside the one that the
-    times of the mode's forwards, measured in the same rounds, predict.
+@dataclasses.dataclass
+class Decoded:
+    """What decoding the prompts in one mode leaves behind; the rows are those of the last round."""
+    rows: list = dataclasses.field(default_factory=list)
+    first: list = dataclasses.field(default_factory=list)   # seconds to the first token, of all rounds
+    peak: int | None = None                                 # bytes
+    widths: Counter | None = None                           # how many decoding forwards had W tokens
+    kv_lens: tuple = ()                                     # cached tokens of each forward
 
-    The prefill makes the first token of ntp and verified: what is `made` behind it, and the speedups, leave that one out.
+    @property
+    def window(self):
+        return mean(self.widths.elements())                 # tokens
+
+
+def decode_job(model, prompts, options, nfe_speedup, decoded):
+    """A function that decodes every prompt, one at a time, into `decoded`; options: of `decode`."""
+    def decode(prompt):
+        SAMPLERS["replay"] = replay(options["block_size"], nfe_speedup or 1)   # begins anew with each text
+        began, row = time.perf_counter(), None
+        for steps in decoding.decode(model, [prompt], **options):
+            if row is None and steps[0].final:
+                row = steps[0].row
+                decoded.first.append(time.perf_counter() - began)
+        return row
+
+    def decode_all():
+        try:
+            decoded.rows = [decode(prompt) for prompt in prompts]
+        finally:
+            SAMPLERS.pop("replay", None)
+    return decode_all
+
+
+def decoding_jobs(model, prompts, modes, args):
+    """What bench_decoding times: jobs by name, what they leave by mode, and the mean of the cached tokens.
+
+    Names: a mode; ("prefill", mode); (mode, W), a forward of that width behind the mean cache.
     """
-    replayed = modes == ["ntp"] or nfe_speedup is not None   # texts that mean nothing end at the limit
-    options = dict(max_new_tokens=max_new_tokens, block_size=k, gamma=gamma, hedges=hedges,
-                   stop_ids=() if replayed else model.config.stop_ids)
-    runs, first, peak, widths, kv_lens = {}, {}, {}, {}, []
-
-    def job(mode, **more):
-        def all_prompts():
-            runs[mode], sampler = [], "replay" if nfe_speedup and mode == "sbd" else "eb"
-            for prompt in prompts:
-                decoding.SAMPLERS["replay"] = replay(k, nfe_speedup)
-                began, row = time.perf_counter(), None
-                for steps in decoding.decode(model, [prompt], mode=mode, sampler=sampler, **options | more):
-                    if row is None and steps[0].final:
-                        row = steps[0].row
-                        first.setdefault(mode, []).append(time.perf_counter() - began)
-                runs[mode].append(row)
-        return all_prompts
-
-    jobs = {mode: job(mode) for mode in modes}
-    lengths = sorted(map(len, prompts))
-    print(f"\ndecoding {len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, batch 1, block {k}, {hedges} hedges, "
-          + (f"sbd REPLAYING {nfe_speedup:g} tokens a forward" if nfe_speedup else f"gamma {gamma}"))
-    for mode, run in jobs.items():   # once untimed: which forwards it runs
-        seen = []
-        peak[mode] = peak_memory(model.lm_head.weight.device, lambda: seen.extend(forwards_of(model, run)))
-        need(seen, "no prompt needs a forward behind its prefill: the model ends every text at once; try --nfe_speedup")
-        widths[mode] = Counter(W for _, W in seen)
-        kv_lens += [kv_len for kv_len, _ in seen]
-    kv_len, windows = round(mean(kv_lens)), {m: mean(widths[m].elements()) for m in modes}
-    wanted = {(m, W) for m in modes for W in widths[m]} | {(m, round(windows[m])) for m in modes if m == "verified"}
-    wanted |= {("sbd", k), ("sbd", 2 * k)} if "sbd" in modes else set()
+    k, S, decoded, jobs = args.block_size, args.nfe_speedup, {mode: Decoded() for mode in modes}, {}
+    ends = S is not None or modes == ["ntp"]                # texts that mean nothing end at the limit
+    options = {name: getattr(args, name) for name in OPTIONS} | dict(stop_ids=() if ends else None)
+    for mode, d in decoded.items():
+        each = options | dict(mode=mode, sampler="replay" if S and mode == "sbd" else "eb")
+        jobs[mode] = decode_job(model, prompts, each, S, d)
+        jobs["prefill", mode] = decode_job(model, prompts, each | dict(max_new_tokens=0), S, Decoded())
+        seen = []                                           # once untimed: which forwards it runs
+        d.peak = peak_memory(model.lm_head.weight.device, lambda: seen.extend(forwards_of(model, jobs[mode])))
+        need(seen, "no prompt needs a forward behind its prefill: the model ends every text at once; try "
+                   "--nfe_speedup")
+        d.kv_lens, widths = zip(*seen)
+        d.widths = Counter(widths)
+    kv_len = round(mean(n for d in decoded.values() for n in d.kv_lens))
+    wanted = {(m, W) for m, d in decoded.items() for W in d.widths}
+    wanted |= {("sbd", W) for W in (k, 2 * k) if "sbd" in modes}                # of Eq. 16
+    wanted |= {(m, round(d.window)) for m, d in decoded.items() if m == "verified"}
     cache = filled_cache(model, 1, kv_len, max(W for _, W in wanted))
-    jobs |= {(m, W): forward_job(model, cache, k, *layout(m, W, k, hedges)) for m, W in sorted(wanted)}
-    rows = {m: runs[m] for m in modes}
-    jobs |= {("prefill", m): job(m, max_new_tokens=0) for m in modes}
-    seconds = interleaved(jobs, repeats, 0.2)   # forwards are timed about as long as the decoding that they explain
     for m, W in sorted(wanted):
-        print(f"  {m:8} forward, {W:3} tokens behind {kv_len}  {spread(seconds[m, W])}")
-    decoding.SAMPLERS.pop("replay")
+        jobs[m, W] = forward_job(model, cache, k, *layout(m, W, k, args.hedges))
+    return jobs, decoded, kv_len
+
+
+def predictions(mode, d, made, seconds, k, kv_len, case):
+    """The speedup over NTP that the times of the forwards predict, one a round, and the roofline's."""
+    per_forward, one = made / d.widths.total(), seconds["ntp", 1]
+    if mode == "sbd":
+        times = zip(one, seconds["sbd", k], seconds["sbd", 2 * k])
+        return ([equation_16(*t, k, per_forward) for t in times],
+                roofline.speedup(k, per_forward, kv_len, 1, **case))
+    return ([per_forward * a / b for a, b in zip(one, seconds[mode, round(d.window)])],
+            roofline.verified_speedup(per_forward, d.window, kv_len, 1, **case))
+
+
+def decoding_figures(mode, d, seconds, ntp, predict) -> dict:
+    """One mode's figures; ntp: those of NTP, None for NTP itself; predict(tokens made behind the prefill)."""
+    tokens, nfe = sum(len(row.tokens) for row in d.rows), sum(row.nfe for row in d.rows)
+    made = tokens - (mode != "sbd") * len(d.rows)           # the prefill made the first token of the others
+    behind = [s - p for s, p in zip(seconds[mode], seconds["prefill", mode])]
+    alone = [sum(n * seconds[mode, W][i] for W, n in d.widths.items()) for i in range(len(behind))]
+    f = dict(tokens=tokens, nfe=nfe, nfe_speedup=tokens / nfe, forwards=d.widths.total(),
+             mean_window=d.window, tokens_per_s=tokens / median(seconds[mode]),
+             decode_tokens_per_s=[made / s for s in behind], first_token_s=median(d.first), peak_bytes=d.peak,
+             in_forwards=ratio(alone, behind))
+    if ntp:
+        wall = [a / b for a, b in zip(f["decode_tokens_per_s"], ntp["decode_tokens_per_s"])]
+        predicted, ideal = predict(made)
+        f |= dict(wall_clock=wall, predicted=predicted, share=ratio(wall, predicted), roofline_speedup=ideal)
+    return f
+
+
+def print_decoding(figures):
     print("  mode      tokens   NFE  a NFE  window  tokens/s  decode/s  first ms  peak MB  in fwds"
           "   wall clock (min to max)  predicted  share  roofline")
-    figures, t1 = {}, seconds["ntp", 1]
-    for m in modes:
-        tokens, nfe = sum(len(r.tokens) for r in rows[m]), sum(r.nfe for r in rows[m])
-        made, forwards = tokens - (m != "sbd") * len(prompts), widths[m].total()
-        behind = [s - p for s, p in zip(seconds[m], seconds["prefill", m])]
-        alone = [sum(n * seconds[m, W][i] for W, n in widths[m].items()) for i in range(repeats)]
-        figures[m] = f = dict(tokens=tokens, nfe=nfe, nfe_speedup=tokens / nfe, forwards=forwards, mean_window=windows[m],
-                              tokens_per_s=tokens / median(seconds[m]), decode_tokens_per_s=[made / s for s in behind],
-                              first_token_s=median(first[m]), peak_bytes=peak[m], in_forwards=ratio(alone, behind))
-        line = (f"  {m:9}{tokens:7}{nfe:6}{tokens / nfe:7.2f}{windows[m]:8.1f}{f['tokens_per_s']:10.1f}"
-                f"{median(f['decode_tokens_per_s']):10.1f}{1e3 * f['first_token_s']:10.2f}{(peak[m] or math.nan) / 1e6:9.0f}"
+    for mode, f in figures.items():
+        line = (f"  {mode:9}{f['tokens']:7}{f['nfe']:6}{f['nfe_speedup']:7.2f}{f['mean_window']:8.1f}"
+                f"{f['tokens_per_s']:10.1f}{median(f['decode_tokens_per_s']):10.1f}"
+                f"{1e3 * f['first_token_s']:10.2f}{(f['peak_bytes'] or math.nan) / 1e6:9.0f}"
                 f"{f['in_forwards']:9.3f}")
-        if m != "ntp":
-            if m == "sbd":
-                predicted = [equation_16(*t, k, made / forwards) for t in zip(t1, seconds[m, k], seconds[m, 2 * k])]
-                ideal = roofline.speedup(k, made / forwards, kv_len, 1, **case)
-            else:
-                predicted = [made / forwards * a / b for a, b in zip(t1, seconds[m, round(windows[m])])]
-                ideal = roofline.verified_speedup(made / forwards, windows[m], kv_len, 1, **case)
-            wall = [a / b for a, b in zip(f["decode_tokens_per_s"], figures["ntp"]["decode_tokens_per_s"])]
-            f |= dict(wall_clock=wall, predicted=predicted, share=ratio(wall, predicted), roofline_speedup=ideal)
+        if mode != "ntp":
+            wall = f["wall_clock"]
             line += (f"{median(wall):11.2f} {f'({min(wall):.2f} to {max(wall):.2f})':>15}"
-                     f"{median(predicted):11.2f}{f['share']:7.3f}{ideal:10.2f}")
+                     f"{median(f['predicted']):11.2f}{f['share']:7.3f}{f['roofline_speedup']:10.2f}")
         print(line)
-    print("  window: mean tokens a forward runs. decode/s: behind the prefill, which makes the first token of ntp and verified.\n"
-          "  in fwds: the share of that time that the forwards take alone. wall clock: decode/s over ntp's. predicted: from\n"
-          "  the forwards timed above, sbd by Eq. 16, verified by tokens a forward * t(1) / t(mean window, rounded).\n"
-          "  share: wall clock over predicted. roofline: predicted from its times.")
-    return figures | dict(kv_len=kv_len, replayed=nfe_speedup, forward_s={f"{m} {W}": seconds[m, W] for m, W in sorted(wanted)})
+    print("""\
+  window: mean tokens a forward runs. decode/s: behind the prefill, which makes the first token of ntp and
+  verified. in fwds: the share of that time that the forwards take alone. wall clock: decode/s over ntp's.
+  predicted: from the forwards timed above, sbd by Eq. 16, verified by tokens a forward * t(1) / t(mean
+  window, rounded). share: wall clock over predicted. roofline: predicted from its times.""")
 
 
-def bench_training(model, case, batch_size, seq_len, block_size, repeats) -> dict:
-    """One SBD step against one NTP step of the same B and L, forward and backward (two more forwards in flops)."""
-    tokens = torch.randint(model.config.vocab_size, (batch_size, seq_len), device=model.lm_head.weight.device)
+def bench_decoding(model, case, prompts, modes, args) -> dict:
+    """Every mode on the same prompts, one at a time: rates, and the wall-clock speedup over NTP beside the
+    one that the times of the mode's forwards, measured in the same rounds, predict.
 
-    def step(loss):
-        def run():
-            loss().loss.backward()
-            model.zero_grad()
-        return run
+    The prefill makes the first token of ntp and verified: the speedups leave that one out.
+    """
+    k, S, lengths = args.block_size, args.nfe_speedup, sorted(map(len, prompts))
+    reveals = f"sbd REPLAYING {S:g} tokens a forward" if S else f"gamma {args.gamma}"
+    print(f"\ndecoding {len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, batch 1, block {k}, "
+          f"{args.hedges} hedges, {reveals}")
+    jobs, decoded, kv_len = decoding_jobs(model, prompts, modes, args)
+    seconds = interleaved(jobs, args.repeats, 0.2)   # a forward about as long as the decoding it explains
+    forwards = {f"{m} {W}": seconds[m, W] for m, W in (name for name in jobs if name[0] in modes)}
+    for name, s in forwards.items():
+        print(f"  {name.split()[0]:8} forward, {name.split()[1]:>3} tokens behind {kv_len}  {spread(s)}")
+    figures = {}
+    for m, d in decoded.items():
+        figures[m] = decoding_figures(m, d, seconds, figures.get("ntp"),
+                                      lambda made: predictions(m, d, made, seconds, k, kv_len, case))
+    print_decoding(figures)
+    return figures | dict(kv_len=kv_len, replayed=S, forward_s=forwards)
 
-    losses = dict(ntp=lambda: ntp_loss(model, tokens), sbd=lambda: sbd_loss(model, tokens, block_size))
-    seconds = interleaved({name: step(loss) for name, loss in losses.items()}, repeats)
-    # An SBD step is two NTP ones: 2L tokens, and about L * L scores a head where causal attention has L * L / 2.
-    least = {name: 3 * roofline.forward_time(seq_len, 0, rows, causal=True, **case)
-             for name, rows in (("ntp", batch_size), ("sbd", 2 * batch_size))}
-    print(f"\ntraining step, {batch_size} x {seq_len} tokens, block {block_size}, without the optimizer")
+
+def bench_training(model, case, args) -> dict:
+    """An SBD step against an NTP step of the same B and L: forward and backward (in flops, two forwards)."""
+    B, L, k = args.batch_size, args.seq_len, args.block_size
+    tokens = torch.randint(model.config.vocab_size, (B, L), device=model.lm_head.weight.device)
+
+    def step(loss, *more):
+        loss(model, tokens, *more).loss.backward()
+        model.zero_grad()
+
+    jobs = dict(ntp=lambda: step(ntp_loss), sbd=lambda: step(sbd_loss, k))
+    seconds = interleaved(jobs, args.repeats)
+    # An SBD step is two NTP ones: 2L tokens, and about L * L scores a head where causal attention has half.
+    least = {name: 3 * roofline.forward_time(L, 0, rows, causal=True, **case)
+             for name, rows in (("ntp", B), ("sbd", 2 * B))}
+    print(f"\ntraining step, {B} x {L} tokens, block {k}, without the optimizer")
     for name, s in seconds.items():
-        print(f"  {name:5}{spread(s)}, {median(s) / least[name]:.2f} times the roofline's {1e3 * least[name]:.1f} ms")
-    print(f"  an SBD step costs {ratio(seconds['sbd'], seconds['ntp']):.2f} NTP steps")
-    return dict(seconds=seconds, roofline=least, ratio=ratio(seconds["sbd"], seconds["ntp"]))
+        over = median(s) / least[name]
+        print(f"  {name:5}{spread(s)}, {over:.2f} times the roofline's {1e3 * least[name]:.1f} ms")
+    slow = ratio(seconds["sbd"], seconds["ntp"])
+    print(f"  an SBD step costs {slow:.2f} NTP steps")
+    return dict(seconds=seconds, roofline=least, ratio=slow)
 
 
 def bench_transformers(model, prompt, new_tokens, repeats) -> dict:
-    """Greedy next-token decoding, ours and transformers' generate, on the same folder, prompt, dtype and threads."""
+    """Greedy NTP decoding, ours and transformers' generate, on the same folder, prompt, dtype and threads."""
     from transformers import AutoModelForCausalLM
     dtype, device = model.lm_head.weight.dtype, model.lm_head.weight.device
     theirs = AutoModelForCausalLM.from_pretrained(model.folder, dtype=dtype).to(device).eval()
     theirs.generation_config.eos_token_id = None   # both decode exactly new_tokens
     ids, texts = torch.tensor([prompt], device=device), {}
+    options = dict(attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0)
 
     def ours():
-        texts["ours"] = decoding.generate(model, [prompt], mode="ntp", max_new_tokens=new_tokens)[0].tokens
+        [row] = decoding.generate(model, [prompt], mode="ntp", max_new_tokens=new_tokens, stop_ids=())
+        texts["ours"] = row.tokens
 
     def transformers():
-        texts["transformers"] = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
-                                                max_new_tokens=new_tokens)[0, len(prompt):].tolist()
+        row = theirs.generate(ids, max_new_tokens=new_tokens, **options)[0]
+        texts["transformers"] = row[len(prompt):].tolist()
 
     print(f"\nNTP decoding of {new_tokens} tokens behind {len(prompt)}, batch 1")
     seconds = interleaved(dict(ours=ours, transformers=transformers), repeats)
@@ -362,17 +431,18 @@ def bench_transformers(model, prompt, new_tokens, repeats) -> dict:
         print(f"  {name:13}{spread(s)}, {new_tokens / median(s):.1f} tokens/s")
     same = next((i for i, (a, b) in enumerate(zip(*texts.values())) if a != b), new_tokens)
     speed = ratio(seconds["transformers"], seconds["ours"])
-    print(f"  {speed:.2f} times transformers' tokens/s; the texts agree on the first {same} of {new_tokens} tokens")
+    print(f"  {speed:.2f} times transformers' tokens/s; the texts agree on {same} of {new_tokens} tokens")
     return dict(ratio=speed, seconds=seconds, agree=same)
 
 
 @torch.no_grad()
 def random_model(config, device, dtype) -> Llama:
-    """A model of this shape, made in `dtype` on `device`: a million random weights over and over (drawing 8B takes minutes)."""
+    """A model of this shape, made in `dtype` on `device`: a million random weights over and over, as drawing
+    8B takes minutes."""
     with torch.device("meta"):
         model = Llama(config).to(dtype)
     model.to_empty(device=device).tie_weights()
-    chunk = (0.02 * torch.randn(2**20 + 1, device=device)).to(dtype)   # an odd number: no two rows begin alike
+    chunk = (0.02 * torch.randn(2**20 + 1, device=device)).to(dtype)   # odd: no two rows begin alike
     for weight in model.parameters():
         for part in weight.view(-1).split(len(chunk)):
             part.copy_(chunk[:len(part)]) if weight.dim() == 2 else part.fill_(1)
@@ -386,135 +456,162 @@ def plot(path, figures, title):
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     bandwidth, peak = figures["ceilings"]["bandwidth"], figures["ceilings"]["matmul_flops"]
-    points = [(f["roofline"]["flops"] / f["roofline"]["bytes"], f["roofline"]["flops"] / median(f["seconds"]) / 1e9, f)
-              for f in figures["forwards"] if "roofline" in f]
-    line = sorted((min(x for x, _, _ in points) / 2, peak / bandwidth, 2 * max(x for x, _, _ in points)))
+    lines = {}   # (batch, kv_len): points (flops a byte, GFLOP/s), the prefill's last
+    for f in figures["forwards"]:
+        if cost := f.get("roofline"):
+            point = cost["flops"] / cost["bytes"], cost["flops"] / median(f["seconds"]) / 1e9
+            lines.setdefault((f["batch"], f["kv_len"]), []).append(point)
+    all_x = [x for points in lines.values() for x, _ in points]
+    line = sorted((min(all_x) / 2, peak / bandwidth, 2 * max(all_x)))
     axes.plot(line, [min(peak, bandwidth * x) / 1e9 for x in line], "k",
               label=f"{bandwidth / 1e9:,.0f} GB/s, {peak / 1e9:,.0f} GFLOP/s")
-    for i, key in enumerate(dict.fromkeys((f["batch"], f["kv_len"]) for _, _, f in points)):
-        xs, ys, _ = zip(*(p for p in points if (p[2]["batch"], p[2]["kv_len"]) == key))
-        axes.plot(xs[:-1], ys[:-1], f"C{i}o-", label=f"windows of {WINDOWS[0]} to {WINDOWS[-1]}, batch {key[0]}, KV {key[1]}")
-        axes.plot(xs[-1], ys[-1], f"C{i}s")
-    axes.set(xscale="log", yscale="log", xlabel="flops a byte", ylabel="GFLOP/s", title=title + "; squares: prefill")
+    for i, ((batch, kv_len), points) in enumerate(lines.items()):
+        label = f"windows of {WINDOWS[0]} to {WINDOWS[-1]}, batch {batch}, KV {kv_len}"
+        axes.plot(*zip(*points[:-1]), f"C{i}o-", label=label)
+        axes.plot(*points[-1], f"C{i}s")
+    axes.set(xscale="log", yscale="log", xlabel="flops a byte", ylabel="GFLOP/s")
+    axes.set_title(f"{title}; squares: prefill")
     axes.legend(fontsize="small")
     write_whole(path, lambda temporary: figure.savefig(temporary, format=path.suffix[1:], dpi=120))
 
+
+# ------------------------------------------------------------------------------------------ command line
 
 def sizes(text):
     return [int(n) for n in text.split(",")]
 
 
+OPTIONS = "block_size", "gamma", "hedges", "max_new_tokens"   # those of generate.py that are taken here
+COUNTS = dict(   # least, most, default, help
+    num_prompts=(1, 2**16, 16, "held-out word problems to decode; --random_weights: 128 random ids each"),
+    batch_size=(0, 2**16, 8, "rows of a training step; 0: none is timed"),
+    seq_len=(2, 2**20, 512, "tokens a row of it"),
+    repeats=(1, 1000, 7, "timed rounds of everything"))
+
+
 def parse(argv=None):
-    p = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, description=__doc__.split("\n")[0],
-                                allow_abbrev=False)
-    p.error, a = lambda message: need(False, message), p.add_argument
-    a("--init_from", default=str(HERE / "checkpoints/tiny-sbd"), help="folder, hub id or preset")
-    a("--random_weights", action="store_true", help="take only the shape of --init_from; SBD needs --nfe_speedup then")
-    a("--mask_id", type=int, help="the mask token, where the model's config names none")
-    a("--against", choices=("transformers",), help="time next-token decoding beside this one's generate, and nothing else")
+    p = parser(__doc__)
+    a = p.add_argument
+    a("--random_weights", action="store_true", help="only --init_from's shape; SBD needs --nfe_speedup then")
+    a("--against", choices=("transformers",), help="time NTP decoding beside this one's, and nothing else")
     a("--compile", action="store_true", help="compile the model as generate.py --compile does")
-    a("--kv_lens", type=sizes, default="128,1024", help="cached tokens a row of the timed windows, prompt tokens of the prefills")
+    a("--kv_lens", type=sizes, default="128,1024", help="cached tokens of the windows; lengths of prefills")
     a("--batches", type=sizes, default="1,4", help="rows of the timed forwards")
-    a("--block_size", type=int, default=16, help="k")
-    a("--gamma", type=float, default=0.1, help="entropy budget of a step, nats")
-    a("--hedges", type=int, default=2, help="verified: blocks a window")
     a("--nfe_speedup", type=float, help="SBD reveals this many tokens a forward, whatever the model predicts")
-    a("--num_prompts", type=int, default=16, help="held-out word problems to decode; --random_weights: 128 random tokens each")
-    a("--max_new_tokens", type=int, default=128, help="most tokens a prompt")
-    a("--batch_size", type=int, default=8, help="rows of a training step; 0: none is timed")
-    a("--seq_len", type=int, default=512, help="tokens a row of it")
-    a("--repeats", type=int, default=7, help="timed rounds of everything")
-    a("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    a("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
-    a("--kernels", action="store_true", help="check and time the Triton kernels, and nothing else; made for Hopper")
+    for name, (_, _, default, text) in COUNTS.items():
+        a(f"--{name}", type=int, default=default, help=text)
+    a("--kernels", action="store_true", help="check and time the Triton kernels, nothing else; for Hopper")
     a("--json", type=Path, help="write all figures to this file")
     a("--plot", type=Path, help="draw the timed forwards on the roofline to this .png, .pdf or .svg file")
+    add_options(p, decoding.Options, names=OPTIONS, max_new_tokens=128)
+    add_model(p, default=str(HERE / "checkpoints/tiny-sbd"))
     return p.parse_args(argv)
 
 
-def check(args) -> LlamaConfig:
-    """Refuse what cannot be timed before any weight is read; returns the shape of the model."""
-    for name, least in dict(block_size=1, hedges=1, num_prompts=1, max_new_tokens=2, batch_size=0, seq_len=2, repeats=1).items():
-        need(getattr(args, name) >= least, f"--{name} {getattr(args, name)}: wanted at least {least}")
-    need(min(args.kv_lens + args.batches) >= 1, "--kv_lens and --batches: wanted numbers of at least 1")
-    need(0 <= args.gamma < math.inf, f"--gamma {args.gamma}: wanted an entropy of 0 nats or more")
+def check(args):
+    """Refuse what cannot be timed before anything of the model is read."""
+    decoding.Options(**{name: getattr(args, name) for name in OPTIONS})
+    for name, (least, most, *_) in (COUNTS | dict(max_new_tokens=(2, 2**31))).items():
+        given = getattr(args, name)
+        need(least <= given <= most, f"--{name} {given}: wanted {least} to {most}")
+    for name in ("kv_lens", "batches"):
+        need(all(1 <= n < 2**31 for n in getattr(args, name)), f"--{name}: wanted numbers of 1 to 2^31 - 1")
     need(args.nfe_speedup is None or 1 <= args.nfe_speedup <= args.block_size,
          f"--nfe_speedup {args.nfe_speedup}: wanted 1 to the block size, {args.block_size}, tokens a forward")
     for lone in ("against", "kernels"):
         others = {"against", "random_weights", "nfe_speedup", "plot"} - {lone}
-        idle = [f"--{name}" for name in sorted(others) if getattr(args, name)]
-        need(not (getattr(args, lone) and idle), f"--{lone} times nothing but that: leave out {', '.join(idle)}")
-    for path, suffixes in ((args.json, None), (args.plot, (".png", ".pdf", ".svg"))):
-        need(path is None or path.parent.is_dir() and not path.is_dir() and (suffixes is None or path.suffix in suffixes),
-             f"{path}: wanted a {' or '.join(suffixes or ('.json',))} file in a folder that exists")
-    for module, asked in (("matplotlib", args.plot), ("transformers", args.against)):
-        need(not asked or importlib.util.find_spec(module), f"{module} is not here: pip install {module}")
-    try:
-        need(torch.empty(1, device=args.device).device.type in ("cpu", "cuda"), f"--device {args.device}: wanted cpu or cuda")
-    except (RuntimeError, AssertionError):
-        raise ValueError(f"--device {args.device} is not there: try --device=cpu") from None
+        idle = ", ".join(f"--{name}" for name in sorted(others) if getattr(args, name))
+        need(not getattr(args, lone) or not idle, f"--{lone} times nothing but that: leave out {idle}")
+    if args.random_weights or args.against:
+        args.batch_size = 0                                    # no training step is timed
+    roofline.check_file("--json", args.json)
+    roofline.check_plot(args.plot)
+    need(not args.against or importlib.util.find_spec("transformers"),
+         "transformers is not here: pip install transformers")
+
+
+def shape(args, device, dtype):
+    """The config to time and how many parameters it has, refused where lengths or memory do not fit."""
     config = LlamaConfig.from_pretrained(args.init_from)
-    most = config.max_position_embeddings - max(WINDOWS)
-    need(max(args.kv_lens) <= most, f"--kv_lens {max(args.kv_lens)}: the context holds {most} before a window of {WINDOWS[-1]}")
     ids = [args.mask_id, config.mask_id, 0 if args.random_weights else None]
-    config.mask_id = next((i for i in ids if i is not None), None)
-    need(args.against or config.mask_id is not None,
-         f"{args.init_from} names no mask token: give --mask_id, an id of its vocabulary that text never uses")
-    need(0 <= (config.mask_id or 0) < config.vocab_size, f"--mask_id {config.mask_id}: wanted 0 to {config.vocab_size - 1}")
-    return config
+    config = dataclasses.replace(config, mask_id=next((i for i in ids if i is not None), None))
+    if not args.against:
+        need_mask(config, args.init_from)
+    context, most = config.max_position_embeddings, max(args.kv_lens)
+    trained = args.seq_len * bool(args.batch_size)
+    for name, given, room in (("kv_lens", most, context - max(WINDOWS)), ("seq_len", trained, context),
+                              ("max_new_tokens", args.max_new_tokens, context)):
+        need(given <= room, f"--{name} {given}: the context of {context} tokens has room for {room}")
+    with torch.device("meta"):
+        count = sum(p.numel() for p in Llama(config).parameters())
+    slots = max(args.batches) * (2 * most + max(WINDOWS))      # bench_forwards' two caches
+    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * slots
+    # What a training step keeps for its backward, at least: each layer's inputs of 2 L tokens a row.
+    kept = 2 * args.batch_size * trained * config.num_hidden_layers * config.hidden_size
+    total, free = (count + max(kv, kept)) * dtype.itemsize, free_memory(device)
+    need(total <= free, f"weights, and caches or a training step, take {total / 2**30:.1f} GiB, {device} has "
+                        f"{free / 2**30:.1f} GiB free: use a smaller model or dtype, fewer --batches, "
+                        "shorter --kv_lens or a smaller --batch_size")
+    return config, count
+
+
+def load(args, config, device, dtype):
+    """The model, ready to decode, and the prompts, lists of ids."""
+    if args.random_weights:
+        model = random_model(config, device, dtype)
+        prompts = torch.randint(config.vocab_size, (args.num_prompts, 128)).tolist()
+    else:
+        from data.word_problems.prepare import problems
+        texts = [problem.prompt for problem in problems("val", args.num_prompts)]
+        model = Llama.from_pretrained(args.init_from, device, dtype, args.mask_id)
+        prompts = list(map(Tokenizer.from_pretrained(model.folder).encode, texts))
+    model.fuse()
+    return decoding.compile_decoding(model) if args.compile else model, prompts
+
+
+def bench(args) -> dict:
+    """All figures of the model that args name."""
+    device = open_device(args.device)
+    need(device.type in ("cpu", "cuda"), f"--device {args.device}: wanted cpu or cuda")
+    dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    config, count = shape(args, device, dtype)
+    model, prompts = load(args, config, device, dtype)
+    machine = f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    how = ["random weights"] * args.random_weights + ["compiled"] * args.compile
+    title = ", ".join([Path(args.init_from).name, *how, str(dtype).removeprefix("torch."), machine])
+    print(f"{title}: {count / 1e6:,.1f}M parameters, torch {torch.__version__}")
+    figures = dict(title=title, torch=torch.__version__, parameters=count)
+    if args.against:
+        timed = bench_transformers(model, prompts[0], args.max_new_tokens, args.repeats)
+        return figures | dict(transformers=timed)
+    limits, figures["ceilings"] = ceilings(count * dtype.itemsize, dtype, device, args.repeats)
+    width = dtype.itemsize
+    case = dict(config=config, device=limits, weight_bytes=width, kv_bytes=width, act_bytes=width)
+    figures["forwards"] = bench_forwards(model, case, args.kv_lens, args.batches, args.repeats)
+    modes = ["ntp", "sbd", "verified"]
+    if args.random_weights:   # what they predict means nothing
+        modes = ["ntp"] + ["sbd"] * bool(args.nfe_speedup)
+    figures["decoding"] = bench_decoding(model, case, prompts, modes, args)
+    if args.batch_size:
+        figures["training"] = bench_training(model, case, args)
+    return figures
 
 
 def main(argv=None):
     args = parse(argv)
-    config, device, dtype = check(args), torch.device(args.device), getattr(torch, args.dtype)
+    check(args)
     if args.kernels:
-        from kernels.check import bench_kernels   # only here: it needs Triton
+        from kernels.check import bench_kernels   # only here: it compiles for minutes, and needs a GPU
         figures = bench_kernels()
-        if args.json:
-            write_whole(args.json, lambda path: path.write_text(json.dumps(figures, indent=1) + "\n"))
-        return
-    with torch.device("meta"):
-        count = sum(p.numel() for p in Llama(config).parameters())
-    slots = max(args.batches) * (2 * max(args.kv_lens) + max(WINDOWS))   # bench_forwards' two caches
-    count_kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * slots
-    total, free = (count + count_kv) * dtype.itemsize, free_memory(device)
-    need(total <= free, f"weights and caches take {total / 2**30:.1f} GiB, {device} has {free / 2**30:.1f} GiB free: "
-                        "use a smaller model or dtype, fewer --batches or shorter --kv_lens")
-    if args.random_weights:
-        model, prompts = random_model(config, device, dtype), torch.randint(config.vocab_size, (args.num_prompts, 128)).tolist()
     else:
-        from data.word_problems.prepare import problems
-        model = Llama.from_pretrained(args.init_from, device, dtype, args.mask_id)
-        tokenizer = Tokenizer.from_pretrained(model.folder)
-        prompts = [tokenizer.encode(problem.prompt) for problem in problems("val", args.num_prompts)]
-    model.fuse()
-    if args.compile:
-        decoding.compile_decoding(model)
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    how = ["random weights"] * args.random_weights + ["compiled"] * args.compile
-    title = ", ".join([Path(args.init_from).name, *how, args.dtype, machine])
-    print(f"{title}: {count / 1e6:,.1f}M parameters, torch {torch.__version__}")
-    figures = dict(title=title, torch=torch.__version__, parameters=count)
-    if args.against:
-        figures["transformers"] = bench_transformers(model, prompts[0], args.max_new_tokens, args.repeats)
-    else:
-        limits, figures["ceilings"] = ceilings(count * dtype.itemsize, dtype, device, args.repeats)
-        case = dict(config=config, device=limits, weight_bytes=dtype.itemsize, kv_bytes=dtype.itemsize, act_bytes=dtype.itemsize)
-        figures["forwards"] = bench_forwards(model, case, args.kv_lens, args.batches, args.repeats)
-        modes = ["ntp"] + ["sbd"] * (bool(args.nfe_speedup) or not args.random_weights) + ["verified"] * (not args.random_weights)
-        figures["decoding"] = bench_decoding(model, case, prompts, modes, args.block_size, args.gamma, args.hedges,
-                                             args.nfe_speedup, args.max_new_tokens, args.repeats)
-        if args.batch_size and not args.random_weights:
-            figures["training"] = bench_training(model, case, args.batch_size, args.seq_len, args.block_size, args.repeats)
+        figures = bench(args)
     if args.json:
         write_whole(args.json, lambda path: path.write_text(json.dumps(figures, indent=1) + "\n"))
     if args.plot:
-        plot(args.plot, figures, title)
+        plot(args.plot, figures, figures["title"])
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        print(f"bench.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    run(main)

@@ -1,4 +1,4 @@
-"""What a forward must cost: the roofline of section 4, as printed and corrected (Eq. 15-17, Fig. 6, 11, Tables 3, 4).
+"""What a forward must cost: the roofline, as printed and corrected (Eq. 15-17, Fig. 6, 11, Tables 3, 4).
 
 Every operation takes max(flops / peak, bytes / bandwidth) seconds, and a forward is their sum. Decoding one
 token reads all weights to use each once, so the memory side binds and a window of k tokens costs hardly more.
@@ -7,15 +7,17 @@ Two models of the same forward:
   published   Fig. 11 as printed, one layer. It gives every cell of Tables 3 and 4, two slips included.
   corrected   the config's real shapes, all layers and the output head; the default everywhere.
 
-Shape letters: B batch, W window (new tokens of one forward), k block, T = B * W. Units: seconds, bytes, flops.
+Shapes: B batch, W window (new tokens of one forward), k block, T = B * W. Units: seconds, bytes, flops.
 
     python roofline.py                                      Tables 3 and 4, both ways
     python roofline.py --model llama3.1-70b --device H200 --batch 8 --kv_len 32768
 """
-import argparse
+from cli import need, parser, run
+
 import functools
 import importlib.util
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,12 +34,12 @@ class Device:
 
 # Dense rates: where a datasheet prints the rate with 2:4 sparsity, half of it.
 DEVICES = {
-    "H100 paper": Device(3.35 * 1024**4, 989e12, 1978e12),  # Fig. 11's constants; its bandwidth is 10% too high
-    "H100 SXM": Device(3.35e12, 989.4e12, 1978.9e12),       # NVIDIA H100 datasheet, Hopper architecture whitepaper
+    "H100 paper": Device(3.35 * 1024**4, 989e12, 1978e12),  # Fig. 11's constants, bandwidth 10% too high
+    "H100 SXM": Device(3.35e12, 989.4e12, 1978.9e12),       # NVIDIA H100 datasheet, Hopper whitepaper
     "H200": Device(4.8e12, 989.4e12, 1978.9e12),            # NVIDIA H200 datasheet, SXM
     "A100 80G": Device(2.039e12, 312e12),                   # NVIDIA A100 80GB datasheet, SXM; it has no FP8
     "L40S": Device(864e9, 362.05e12, 733e12),               # NVIDIA L40S datasheet
-    "RTX 4090": Device(1008e9, 165.2e12, 330.3e12),         # NVIDIA Ada whitepaper, rates with FP32 accumulation
+    "RTX 4090": Device(1008e9, 165.2e12, 330.3e12),         # NVIDIA Ada whitepaper, FP32 accumulation
     "B200": Device(8e12, 2250e12, 4500e12),                 # NVIDIA HGX B200 datasheet, one GPU at 1000 W
 }
 PAPER = DEVICES["H100 paper"]
@@ -70,9 +72,8 @@ def total(parts):
 
 
 def check_window(window, kv_len, batch):
-    if not (window >= 1 and batch >= 1 and kv_len >= 0):
-        raise ValueError(f"window (or block) and batch must be at least 1 and kv_len at least 0, "
-                         f"got {window}, {batch} and {kv_len}")
+    need(window >= 1 and batch >= 1 and kv_len >= 0, "window (or block) and batch must be at least 1 and "
+         f"kv_len at least 0, got {window}, {batch} and {kv_len}")
 
 
 def published_parts(window, kv_len, batch):
@@ -84,9 +85,9 @@ def published_parts(window, kv_len, batch):
     def gemm(name, m, n, k):
         return part(name, 2 * m * n * k, m * k + n * k + m * n, PAPER.fp8, PAPER.bandwidth)
 
+    moved = 2 * T * heads * head_dim + 2 * batch * kv_len * kv_heads * head_dim
     return [
-        part("attention", 2 * 2 * T * kv_len * hidden,
-             2 * T * heads * head_dim + 2 * batch * kv_len * kv_heads * head_dim, PAPER.bf16, PAPER.bandwidth),
+        part("attention", 2 * 2 * T * kv_len * hidden, moved, PAPER.bf16, PAPER.bandwidth),
         gemm("up", T, hidden, hidden * ffn),      # slip: a layer hidden * ffn wide, not ffn
         gemm("down", T, hidden * ffn, hidden),    # the same
         gemm("q", T, hidden, hidden),
@@ -98,7 +99,7 @@ def published_parts(window, kv_len, batch):
 
 @functools.cache
 def paper_config():
-    """The corrected model's default: what the paper measures, Llama-3.1-8B (FFN 14336, where Fig. 11 has 4 * 4096)."""
+    """The corrected model's default, what the paper measures: Llama-3.1-8B (FFN 14336; Fig. 11: 4 * 4096)."""
     return LlamaConfig.from_pretrained("llama3.1-8b")
 
 
@@ -108,8 +109,8 @@ def forward_parts(window, kv_len, batch, config=None, device=PAPER, weight_bytes
 
     logits: tokens of the window whose logits are read, default all. causal: attention skips the keys behind
     each query (prefill). Counted as fused into their neighbours: embedding, norms, rotation, SiLU, residuals.
-    Not asked: whether weights and cache fit in memory. Widths are bytes an element; linear layers run at the FP8
-    rate if weights and activations have one byte and the device has FP8, else at BF16's; attention at BF16's.
+    Not asked: whether weights and cache fit in memory. Widths are bytes an element; linear layers run at the
+    FP8 rate if weights and activations have one byte and the device has FP8, else, as attention, at BF16's.
     """
     check_window(window, kv_len, batch)
     c = config or paper_config()
@@ -122,8 +123,9 @@ def forward_parts(window, kv_len, batch, config=None, device=PAPER, weight_bytes
         nbytes = tokens * n_in * act_bytes + n_in * n_out * weight_bytes + tokens * n_out * out_bytes
         return part(name, 2 * tokens * n_in * n_out, nbytes, peak, device.bandwidth, count)
 
-    keys = kv_len + window                               # the window's own keys are read too
+    keys = kv_len + window                                # the window's own keys are read too
     seen = kv_len + (window + 1) / 2 if causal else keys  # keys multiplied, mean over the queries
+    read = batch * (window if logits is None else logits)
     return [
         linear("q_proj", hidden, q_width),
         linear("k_proj", hidden, kv_width, out_bytes=kv_bytes),  # writes the cache
@@ -135,14 +137,14 @@ def forward_parts(window, kv_len, batch, config=None, device=PAPER, weight_bytes
         linear("gate_proj", hidden, ffn),
         linear("up_proj", hidden, ffn),
         linear("down_proj", ffn, hidden),
-        linear("lm_head", hidden, c.vocab_size, tokens=batch * (window if logits is None else logits), count=1),
+        linear("lm_head", hidden, c.vocab_size, tokens=read, count=1),
     ]
 
 
 def forward_time(window, kv_len, batch, published=False, **case):
-    """Seconds of one forward. case: config, device, widths ... of forward_parts; the published model has none."""
-    parts = published_parts(window, kv_len, batch) if published else forward_parts(window, kv_len, batch, **case)
-    return sum(p.time for p in parts)
+    """Seconds of one forward. case: config, device, widths ... of forward_parts; published, there is none."""
+    parts = published_parts if published else functools.partial(forward_parts, **case)
+    return sum(p.time for p in parts(window, kv_len, batch))
 
 
 def slowdown(block, kv_len, batch, published=False, **case):
@@ -152,16 +154,16 @@ def slowdown(block, kv_len, batch, published=False, **case):
     constants, so it differs from the published model by the shapes alone. kv_len is the cached tokens; the
     corrected model adds the window's own. Raises ValueError on sizes below 1 (kv_len: 0).
     """
-    return forward_time(block, kv_len, batch, published, **case) / forward_time(1, kv_len, batch, published, **case)
+    wide, one = (forward_time(n, kv_len, batch, published, **case) for n in (block, 1))
+    return wide / one
 
 
 def block_time(block, nfe_speedup, kv_len, batch, published=False, first=False, **case):
     """Eq. 16's denominator: seconds of one block in l = k / nfe_speedup forwards.
 
     The first of them also carries the pending block, 2k tokens, unless this is the text's first block."""
-    if not 0 < nfe_speedup <= block:
-        raise ValueError(f"nfe_speedup must be above 0 and at most the block size: a block of {block} takes at least "
-                         f"one forward, got {nfe_speedup}")
+    need(0 < nfe_speedup <= block, "nfe_speedup must be above 0 and at most the block size: a block of "
+                                   f"{block} takes at least one forward, got {nfe_speedup}")
     step = forward_time(block, kv_len, batch, published, **case)
     commit = step if first else forward_time(2 * block, kv_len, batch, published, **{"logits": block, **case})
     return commit + (block / nfe_speedup - 1) * step
@@ -179,12 +181,12 @@ def verified_window(block, hedges):
 
 
 def verified_speedup(nfe_speedup, window, kv_len, batch, **case):
-    """Verified decoding: tokens a forward * time(1) / time(W), W the mean window (need not be a whole number)."""
+    """Verified decoding: tokens a forward * time(1) / time(W), W the mean window, any number from 1 on."""
     return nfe_speedup / slowdown(window, kv_len, batch, **case)
 
 
 def last_window(holds):
-    """Largest W <= MAX_WINDOW with holds(W), for a property that holds up to some W and not beyond; at least 1."""
+    """Largest W <= MAX_WINDOW with holds(W), at least 1, of a property that holds up to some W only."""
     low, high = 1, MAX_WINDOW + 1
     while high - low > 1:
         mid = (low + high) // 2
@@ -215,7 +217,7 @@ def prefill_time(prompt_len, batch, **case):
 
 
 def end_to_end(prompt_len, new_tokens, block, nfe_speedup, batch, **case):
-    """Seconds of (prefill, NTP decoding, SBD decoding) for prompt_len prompt and new_tokens generated tokens a row.
+    """Seconds of (prefill, NTP decoding, SBD decoding) for prompt_len prompt and new_tokens new tokens a row.
 
     Each block is costed at the KV length it starts from; one that is cut short is paid for by its share."""
     ntp = sbd = 0.0
@@ -232,10 +234,12 @@ KV_LENS = (16, 256, 1024, 4096, 16384, 65536, 2**20, 2**22)   # of Tables 3 and 
 def print_tables():
     """Tables 3 and 4, every cell as published/corrected, and what the difference means."""
     def row(label, function, blocks, *args):
-        print(label + "".join(f"{function(k, *args, published=True):8.3f}/{function(k, *args):.3f}" for k in blocks))
+        cells = [(function(k, *args, published=True), function(k, *args)) for k in blocks]
+        print(label + "".join(f"{published:8.3f}/{corrected:.3f}" for published, corrected in cells))
 
     def head(title, blocks):
-        print(f"{title}, published/corrected\nbatch  NFE       KV" + "".join(f"{f'block {k}':>14}" for k in blocks))
+        print(f"{title}, published/corrected")
+        print("batch  NFE       KV" + "".join(f"{f'block {k}':>14}" for k in blocks))
 
     head("Table 3: slowdown of a forward", (1, 2, 4, 8, 16, 32, 64))
     for batch in (1, 4, 8, 16):
@@ -246,37 +250,45 @@ def print_tables():
         for nfe in (2, 4, 8):
             for kv_len in KV_LENS:
                 row(f"{batch:5} {nfe:4} {kv_len:8}", speedup, (8, 16, 32, 64), nfe, kv_len, batch)
-    print(f"""
-The published cells come from FFN weights 67 million columns wide, which hide the cache: they barely depend on the
-KV length. With the real shapes of Llama-3.1-8B on the same device constants the conclusion stands up to block 16:
-at 256 cached tokens it costs {slowdown(16, 256, 1):.3f} at batch 1 and {slowdown(16, 256, 16):.3f} at batch 16, at 1,048,576 tokens \
-{slowdown(16, 2**20, 1):.3f} and {slowdown(16, 2**20, 16):.3f}. It
-changes for larger blocks behind long caches. Attention does 2 W H / Hkv flops for each KV byte it reads, whatever
-the batch and the KV length, so compute binds it from {PAPER.bf16 / PAPER.bandwidth / 8:.0f} tokens on: at batch 1 and 65,536 tokens block 64 costs
-{slowdown(64, 65536, 1):.3f}, not {slowdown(64, 65536, 1, published=True):.3f}, and an NFE speedup of 4 is worth \
-{speedup(64, 4, 65536, 1):.2f}, not {speedup(64, 4, 65536, 1, published=True):.2f}; with block 16 it is worth {speedup(16, 4, 65536, 1):.2f}.""")
+    at_256, at_1m = ([f"{slowdown(16, kv_len, b):.3f}" for b in (1, 16)] for kv_len in (256, 2**20))
+    wide = [f"{slowdown(64, 65536, 1, published=p):.3f}" for p in (False, True)]
+    worth = [f"{speedup(64, 4, 65536, 1, published=p):.2f}" for p in (False, True)]
+    print("\n" + textwrap.fill(f"""\
+The published cells come from FFN weights 67 million columns wide, which hide the cache: they barely depend on
+the KV length. With the real shapes of Llama-3.1-8B on the same device constants the conclusion stands up to
+block 16: at 256 cached tokens it costs {at_256[0]} at batch 1 and {at_256[1]} at batch 16, at 1,048,576
+tokens {at_1m[0]} and {at_1m[1]}. It changes for larger blocks behind long caches. Attention does 2 W H / Hkv
+flops for each KV byte it reads, whatever the batch and the KV length, so compute binds it from
+{PAPER.bf16 / PAPER.bandwidth / 8:.0f} tokens on: at batch 1 and 65,536 tokens block 64 costs {wide[0]}, not
+{wide[1]}, and an NFE speedup of 4 is worth {worth[0]}, not {worth[1]}; with block 16 it is worth
+{speedup(16, 4, 65536, 1):.2f}.""", 110))
 
 
 def print_case(args, case):
-    k, kv_len, batch, nfe, window = args.block_size, args.kv_len, args.batch, args.nfe_speedup, args.window or args.block_size
-    parts = forward_parts(window, kv_len, batch, **case)
-    print(f"{args.model} on {args.device}: batch {batch}, {kv_len} cached tokens a row, window of {window} tokens\n")
+    k, batch, nfe = args.block_size, args.batch, args.nfe_speedup
+    at, window = (args.kv_len, batch), args.window or k
+    parts = forward_parts(window, *at, **case)
+    print(f"{args.model} on {args.device}: batch {batch}, {args.kv_len} cached tokens a row, "
+          f"window of {window} tokens\n")
     print(f"{'part':10} {'ms':>10} {'GB':>10} {'GFLOP':>12}  bound by")
     for p in parts + [total(parts)]:
         print(f"{p.name:10} {p.time * 1e3:10.4f} {p.bytes / 1e9:10.4f} {p.flops / 1e9:12.2f}  {p.bound}")
-    free, widest = free_window(kv_len, batch, **case), verified_window(k, args.hedges)
+    free, widest = free_window(*at, **case), verified_window(k, args.hedges)
+    hedges = ", ".join(f"{free_hedges(b, free)} at block {b}" for b in (4, 8, 16, 32))
     prefill, ntp, sbd = end_to_end(args.prompt_len, args.new_tokens, k, nfe, batch, **case)
     print(f"""
-One token takes {forward_time(1, kv_len, batch, **case) * 1e3:.4f} ms; slowdown of this window: \
-{slowdown(window, kv_len, batch, **case):.3f}
-Free (slowdown under 5%): windows of up to {free} tokens; bound by memory: up to {knee(kv_len, batch, **case)} (searched to {MAX_WINDOW})
+One token takes {forward_time(1, *at, **case) * 1e3:.4f} ms; slowdown of this window: \
+{slowdown(window, *at, **case):.3f}
+Free (slowdown under 5%): windows of up to {free} tokens; bound by memory: up to \
+{knee(*at, **case)} (searched to {MAX_WINDOW})
     SBD, whose widest forward is 2k tokens: block {free // 2 or 'none'}
-    hedges of verified decoding: {", ".join(f"{free_hedges(b, free)} at block {b}" for b in (4, 8, 16, 32))}
+    hedges of verified decoding: {hedges}
 An NFE speedup of {nfe:g} at block {k} is worth in wall-clock
-    SBD, Eq. 16           {speedup(k, nfe, kv_len, batch, **case):.3f}
-    verified, {args.hedges} hedges    {verified_speedup(nfe, widest, kv_len, batch, **case):.3f}  if every window has all {widest} tokens
-    SBD, end to end       {(prefill + ntp) / (prefill + sbd):.3f}  {args.prompt_len} prompt tokens: {prefill:.4g} s; \
-{args.new_tokens} new: NTP {ntp:.4g} s, SBD {sbd:.4g} s""")
+    SBD, Eq. 16           {speedup(k, nfe, *at, **case):.3f}
+    verified, {args.hedges} hedges    {verified_speedup(nfe, widest, *at, **case):.3f}  if every window \
+has all {widest} tokens
+    SBD, end to end       {(prefill + ntp) / (prefill + sbd):.3f}  {args.prompt_len} prompt tokens: \
+{prefill:.4g} s; {args.new_tokens} new: NTP {ntp:.4g} s, SBD {sbd:.4g} s""")
 
 
 def plot(path, title, case):
@@ -287,7 +299,8 @@ def plot(path, title, case):
     figure, panels = plt.subplots(1, 3, figsize=(13, 4), sharey=True, layout="constrained")
     for axes, batch in zip(panels, (1, 4, 16)):
         for color, kv_len in zip(("C0", "C1", "C2", "C3"), (1024, 16384, 65536, 262144)):
-            axes.plot(range(1, 513), [slowdown(k, kv_len, batch, **case) for k in range(1, 513)], color, label=f"KV {kv_len}")
+            ks = range(1, 513)
+            axes.plot(ks, [slowdown(k, kv_len, batch, **case) for k in ks], color, label=f"KV {kv_len}")
             if (k := knee(kv_len, batch, **case)) <= 512:
                 axes.plot(k, slowdown(k, kv_len, batch, **case), "o", color=color)
         axes.axhline(FREE, color="gray", linestyle=":", label="free: under 5%")
@@ -301,55 +314,69 @@ def plot(path, title, case):
     write_whole(path, lambda temporary: figure.savefig(temporary, format=path.suffix[1:], dpi=120))
 
 
-def fail(message):
-    print(f"roofline.py: {message}", file=sys.stderr)
-    sys.exit(2)
+def check_file(option, path, suffixes=()):
+    """Refuse a path (or None) that no file can be written to, before anything is computed for it."""
+    if path is None:
+        return
+    need(not suffixes or path.suffix in suffixes, f"{option} {path}: wanted a name in {', '.join(suffixes)}")
+    try:
+        need(path.parent.is_dir() and (path.is_file() or not path.exists()),
+             f"{option} {path}: wanted a file in a folder that exists")
+        with open(probe := path.with_name(path.name + ".tmp"), "a"):   # what write_whole begins with
+            probe.unlink()
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written ({error.strerror}): name another file") from None
+
+
+def check_plot(path):
+    check_file("--plot", path, (".png", ".pdf", ".svg"))
+    found = importlib.util.find_spec("matplotlib")
+    need(path is None or found, "--plot needs matplotlib: pip install matplotlib")
+
+
+SIZES = dict(   # least, most, default, help
+    batch=(1, 2**20, 1, "rows"),
+    kv_len=(0, 2**31, 4096, "cached tokens a row"),
+    block_size=(1, 4096, 16, "k, tokens decoded together"),
+    window=(1, 2**20, None, "tokens a row of the forward printed part by part; None: the block size"),
+    hedges=(1, 4096, 2, "blocks in a window of verified decoding"),
+    prompt_len=(1, 2**31, 1024, "prompt tokens a row"),
+    new_tokens=(1, 2**17, 1024, "generated tokens a row"))
+
+
+def parse(argv=None):
+    p = parser("What a forward must cost. Without options: Tables 3 and 4 as published and corrected.")
+    a = p.add_argument
+    a("--model", default="llama3.1-8b", help="preset, folder or hub id with a config.json")
+    a("--device", default="H100 SXM", help=", ".join(DEVICES))
+    for name, (_, _, default, text) in SIZES.items():
+        a(f"--{name}", type=int, default=default, help=text)
+    a("--nfe_speedup", type=float, default=3.0, help="measured tokens a forward")
+    for name in ("weight", "kv", "act"):
+        a(f"--{name}_bytes", type=float, choices=(0.5, 1, 2), default=1, help="bytes an element")
+    a("--plot", type=Path, help="draw slowdown against block size to this .png, .pdf or .svg file")
+    return p.parse_args(argv)
 
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        description="What a forward must cost. Without options: Tables 3 and 4 as published and corrected.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser.error = fail
-    parser.add_argument("--model", default="llama3.1-8b", help="preset of model.py, folder or hub id with a config.json")
-    parser.add_argument("--device", default="H100 SXM", help=", ".join(DEVICES))
-    parser.add_argument("--batch", type=int, default=1, help="rows")
-    parser.add_argument("--kv_len", type=int, default=4096, help="cached tokens a row")
-    parser.add_argument("--block_size", type=int, default=16, help="k, tokens decoded together")
-    parser.add_argument("--window", type=int, help="tokens a row of the forward printed part by part; None: the block size")
-    parser.add_argument("--nfe_speedup", type=float, default=3.0, help="measured tokens a forward")
-    parser.add_argument("--hedges", type=int, default=2, help="blocks in a window of verified decoding")
-    parser.add_argument("--prompt_len", type=int, default=1024, help="prompt tokens a row")
-    parser.add_argument("--new_tokens", type=int, default=1024, help="generated tokens a row")
-    for name in ("weight", "kv", "act"):
-        parser.add_argument(f"--{name}_bytes", type=float, choices=(0.5, 1, 2), default=1, help="bytes an element")
-    parser.add_argument("--plot", type=Path, help="draw slowdown against block size to this .png, .pdf or .svg file")
-    args = parser.parse_args(argv)
+    args = parse(argv)
     device = {name.lower(): d for name, d in DEVICES.items()}.get(args.device.lower())
-    if device is None:
-        fail(f"unknown device {args.device!r}, wanted one of: {', '.join(DEVICES)}")
-    for name, least in dict(batch=1, kv_len=0, block_size=1, window=1, hedges=1, prompt_len=1, new_tokens=1).items():
-        if (value := getattr(args, name)) is not None and value < least:
-            fail(f"--{name} {value}: wanted at least {least}")
-    if not 0 < args.nfe_speedup <= args.block_size:
-        fail(f"--nfe_speedup {args.nfe_speedup:g}: wanted above 0 and at most the block size, {args.block_size}")
-    if args.plot and (args.plot.suffix not in (".png", ".pdf", ".svg") or not args.plot.parent.is_dir()):
-        fail(f"--plot {args.plot}: wanted a .png, .pdf or .svg file in a folder that exists")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        fail("--plot needs matplotlib: pip install matplotlib")
+    need(device, f"unknown device {args.device!r}, wanted one of: {', '.join(DEVICES)}")
+    for name, (least, most, _, _) in SIZES.items():
+        given = getattr(args, name)
+        need(given is None or least <= given <= most, f"--{name} {given}: wanted {least} to {most}")
+    need(0 < args.nfe_speedup <= args.block_size, f"--nfe_speedup {args.nfe_speedup:g}: wanted above 0 and "
+                                                  f"at most the block size, {args.block_size}")
+    check_plot(args.plot)
     if not argv:
         return print_tables()
-    try:
-        config = LlamaConfig.from_pretrained(args.model)
-        case = dict(config=config, device=device, weight_bytes=args.weight_bytes, kv_bytes=args.kv_bytes,
-                    act_bytes=args.act_bytes)
-        print_case(args, case)
-        if args.plot:
-            plot(args.plot, f"{args.model} on {args.device}", case)
-    except (ValueError, OSError) as error:
-        fail(error)
+    case = dict(config=LlamaConfig.from_pretrained(args.model), device=device, weight_bytes=args.weight_bytes,
+                kv_bytes=args.kv_bytes, act_bytes=args.act_bytes)
+    print_case(args, case)
+    if args.plot:
+        plot(args.plot, f"{args.model} on {args.device}", case)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -17,12 +17,16 @@ So of the mask's tiles, here 4 x 4 a quarter, these are visited:
                    # # m .        . . m .       tile is loaded once for the two.
                    # # # m        . . . m
 
-That is L*L + O(kL) scores a head in place of 4*L*L, and nothing of size L*L is ever stored. Of packed documents the
-tiles outside a query tile's own are not visited either; one in which a document begins evaluates the mask everywhere.
-`cost` counts entries, flops, bytes and tiles: forward 2 products of 2*D flops an entry, backward 5. The kernels do
-7: probabilities are computed for dq and again for dk, dv, so that one program makes each sum, always in one order.
+That is L*L + O(kL) scores a head in place of 4*L*L, and nothing of size L*L is ever stored. Of packed
+documents the tiles outside a query tile's own are not visited either; one in which a document begins
+evaluates the mask everywhere. `cost` counts entries, flops, bytes and tiles.
 
-Shapes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, L length of a half, D head dimension, k block.
+The plain version: PyTorch's attention with the dense mask, sbd_loss.sbd_attention_mask; `python
+kernels/check.py` compares the two. Here are the intervals, the choice of a backend, and two backends: PyTorch
+chunk by chunk, which runs anywhere, and FlexAttention. The third, Triton, is kernels/sbd_triton.py.
+
+Shapes: B batch, H query heads, Hkv key/value heads, G = H / Hkv, L length of a half, D head dimension,
+k block.
 """
 import functools
 import math
@@ -34,13 +38,14 @@ from torch.autograd.function import once_differentiable
 from kernels.sbd_triton import INTERPRET, Triton, triton
 
 BACKENDS = ("auto", "triton", "flex", "sdpa")
-CHUNK = 64   # positions a chunk of the PyTorch path: small enough to skip most of what is masked, large enough to fill the cores
+CHUNK = 64   # positions a chunk: few enough to skip most of what is masked, enough to fill the cores
 
 
 def intervals(length: int, block_size: int, doc_ids=None, device=None):
-    """doc_start, block_start, block_end, doc_end of every position, each (1 or B, L), int64. Ends are exclusive.
+    """doc_start, block_start, block_end, doc_end of every position, each (1 or B, L), int64.
 
-    Positions and blocks restart with each document (a run of equal doc_ids); the last block may be short.
+    Ends are exclusive. Positions and blocks restart with each document (a run of equal doc_ids); the last
+    block may be short.
     """
     i = torch.arange(length, device=device)[None]                               # (1, L)
     if doc_ids is None:
@@ -57,24 +62,28 @@ def intervals(length: int, block_size: int, doc_ids=None, device=None):
 
 
 def row_intervals(bounds):
-    """low, end, own_low, own_end, each (1 or B, 2L): row r may attend to keys [low, end) and [own_low, own_end) of 2L."""
+    """low, end, own_low, own_end, each (1 or B, 2L): a row may see [low, end) and [own_low, own_end)."""
     doc_start, block_start, block_end, _ = bounds
     L = doc_start.shape[1]
     i = torch.arange(L, device=doc_start.device).expand_as(doc_start)
+    none = torch.full_like(i, 2 * L), torch.zeros_like(i)      # a clean row has no second interval
     return [torch.cat(x, 1) for x in ((doc_start, doc_start), (i + 1, block_start),
-                                      (torch.full_like(i, 2 * L), L + block_start), (torch.zeros_like(i), L + block_end))]
+                                      (none[0], L + block_start), (none[1], L + block_end))]
 
 
 def cost(B: int, H: int, Hkv: int, L: int, D: int, block_size: int, element_bytes=2, POS=64, KEYS=128):
     """What one layer's attention must do, without documents, and which tiles the forward kernel visits.
 
-    entries: pairs that may attend, a head; flops, bytes: (forward, backward), each tensor read or written once;
-    unmasked, masked: tiles a head, of 2 * POS queries and KEYS keys.
+    entries: pairs that may attend, a head; flops: (forward, backward), 2 and 5 products of 2 * D an entry;
+    bytes: the same, each tensor read or written once; unmasked, masked: tiles a head, of 2 * POS queries and
+    KEYS keys.
     """
     blocks, rest = divmod(L, block_size)
     past = block_size**2 * blocks * (blocks - 1) // 2 + rest * blocks * block_size
-    entries = L * (L + 1) // 2 + past + blocks * block_size**2 + rest**2      # clean; noisy on clean; noisy on noisy
-    q, k, lse = 2 * B * H * L * D * element_bytes, 2 * B * Hkv * L * D * element_bytes, 2 * B * H * L * 4   # bytes
+    own = blocks * block_size**2 + rest**2
+    entries = L * (L + 1) // 2 + past + own                    # clean; noisy on clean; noisy on noisy
+    q, k = (2 * B * heads * L * D * element_bytes for heads in (H, Hkv))
+    lse = 2 * B * H * L * 4                                    # bytes
     unmasked = masked = 0
     for start in range(0, L, POS):
         near, stop = start - start % block_size, min(start + POS, L)
@@ -90,8 +99,9 @@ def cost(B: int, H: int, Hkv: int, L: int, D: int, block_size: int, element_byte
 def sbd_attention(q, k, v, block_size: int, doc_ids=None, backend: str = "auto"):
     """q (B, H, 2L, D), k, v (B, Hkv, 2L, D), doc_ids (B, L) or None -> (B, H, 2L, D), differentiable.
 
-    `backend`: "triton" (CUDA, or TRITON_INTERPRET=1), "flex" (FlexAttention; on the CPU forward only), "sdpa" (PyTorch,
-    any device), or "auto": triton on CUDA, else sdpa. ValueError if it cannot be had, if 2L is odd or block_size < 1.
+    `backend`: "triton" (CUDA, or TRITON_INTERPRET=1), "flex" (FlexAttention; on the CPU forward only), "sdpa"
+    (PyTorch, any device), or "auto": triton on CUDA, else sdpa. ValueError if it cannot be had, if 2L is odd
+    or block_size < 1.
     """
     if q.shape[2] % 2:
         raise ValueError(f"sbd_attention: {q.shape[2]} queries: wanted an even number, [clean | noisy]")
@@ -100,19 +110,19 @@ def sbd_attention(q, k, v, block_size: int, doc_ids=None, backend: str = "auto")
 
 def check_backend(backend: str, device, training: bool):
     """ValueError, one line, if `backend` cannot be had on `device`."""
-    kind = torch.device(device).type
+    kind, name = torch.device(device).type, f"attention backend {backend!r}"
     if backend not in BACKENDS:
-        raise ValueError(f"attention backend {backend!r}: wanted {', '.join(BACKENDS)}")
+        raise ValueError(f"{name}: wanted {', '.join(BACKENDS)}")
     if backend == "triton" and triton is None:
-        raise ValueError("attention backend 'triton': triton is not installed; use auto")
+        raise ValueError(f"{name}: triton is not installed; use auto")
     if backend == "triton" and kind != "cuda" and not INTERPRET:
-        raise ValueError(f"attention backend 'triton' needs a CUDA device, not {kind} (or TRITON_INTERPRET=1); use auto")
+        raise ValueError(f"{name} needs a CUDA device, not {kind} (or TRITON_INTERPRET=1); use auto")
     if backend == "flex" and kind == "cpu" and training:
-        raise ValueError("attention backend 'flex' cannot train on the CPU: FlexAttention has no backward there; use auto")
+        raise ValueError(f"{name} cannot train on the CPU: FlexAttention has no backward there; use auto")
 
 
 def sbd_attend(L: int, block_size: int, doc_ids=None, device=None, backend: str = "auto"):
-    """attend(q, k, v) -> sbd_attention's output, for all layers of a forward: what they share is computed once."""
+    """attend(q, k, v) -> sbd_attention's output: what the layers of a forward share is computed once."""
     if block_size < 1:
         raise ValueError(f"block_size {block_size}: wanted at least 1")
     device = torch.device(device or "cpu")
@@ -125,8 +135,10 @@ def sbd_attend(L: int, block_size: int, doc_ids=None, device=None, backend: str 
 
     def attend(q, k, v):
         if backend == "flex":
-            check_backend(backend, device, torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)))
-            return flex_function(q.is_cuda)(q, k, v, block_mask=block_mask(len(q)), enable_gqa=q.shape[1] != k.shape[1])
+            training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+            check_backend(backend, device, training)
+            flex, gqa = flex_function(q.is_cuda), q.shape[1] != k.shape[1]
+            return flex(q, k, v, block_mask=block_mask(len(q)), enable_gqa=gqa)
         if use_triton and q.shape[3] <= 128 and q.dtype in (torch.bfloat16, torch.float16, torch.float32):
             return Triton.apply(q, k, v, table(len(q)))
         return Chunked.apply(q, k, v, chunks())
@@ -136,7 +148,8 @@ def sbd_attend(L: int, block_size: int, doc_ids=None, device=None, backend: str 
 def causal_attend(L: int, doc_ids=None, device=None):
     """The NTP half alone: attend(q (B, H, L, D), k, v (B, Hkv, L, D)), causal within each document."""
     if doc_ids is None:
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True,
+                                                              enable_gqa=q.shape[1] != k.shape[1])
     chunks = Chunks(intervals(L, 1, doc_ids, device), noisy=False)
     return lambda q, k, v: Chunked.apply(q, k, v, chunks)
 
@@ -146,7 +159,8 @@ def causal_attend(L: int, doc_ids=None, device=None):
 class Chunks:
     """Chunks of positions, of both halves if `noisy`: which rows, which keys, and the mask between them.
 
-    A chunk needs the clean keys up to its end and the noisy keys of its own blocks. Masks are made one at a time.
+    A chunk needs the clean keys up to its end and the noisy keys of its own blocks. Masks are made one at a
+    time.
     """
     def __init__(self, bounds, noisy: bool):
         self.noisy, self.bounds, L = noisy, bounds, bounds[0].shape[1]
@@ -154,12 +168,14 @@ class Chunks:
         self.starts = list(range(0, L, CHUNK))
         self.ends = [min(s + CHUNK, L) for s in self.starts]
         last = [e - 1 for e in self.ends]
-        self.low, self.own_low, self.own_end = torch.stack((                  # host integers, in one transfer
-            doc_start.amin(0)[self.starts], block_start.amin(0)[self.starts], block_end.amax(0)[last])).tolist()
+        self.low, self.own_low, self.own_end = torch.stack((   # host integers, in one transfer
+            doc_start.amin(0)[self.starts], block_start.amin(0)[self.starts],
+            block_end.amax(0)[last])).tolist()
 
     def __iter__(self):
         """-> rows and keys, slices of [clean | noisy], and mask (1 or B, rows, keys)."""
-        L, key = self.bounds[0].shape[1], torch.arange(self.bounds[0].shape[1], device=self.bounds[0].device)
+        L = self.bounds[0].shape[1]
+        key = torch.arange(L, device=self.bounds[0].device)
         for s, e, low, own_low, own_end in zip(self.starts, self.ends, self.low, self.own_low, self.own_end):
             first, middle, end = (x[:, s:e, None] for x in self.bounds[:3])
             kc, kn = key[low:e], key[own_low:own_end]
@@ -167,14 +183,15 @@ class Chunks:
             if not self.noisy:
                 yield [slice(s, e)], [slice(low, e)], mask
                 continue
-            own = (kn >= middle) & (kn < end)
-            mask = torch.cat((torch.cat((mask, torch.zeros_like(own)), 2), torch.cat(((kc >= first) & (kc < middle), own), 2)), 1)
+            past, own = (kc >= first) & (kc < middle), (kn >= middle) & (kn < end)
+            clean, noisy = torch.cat((mask, torch.zeros_like(own)), 2), torch.cat((past, own), 2)
+            mask = torch.cat((clean, noisy), 1)
             yield [slice(s, e), slice(L + s, L + e)], [slice(low, e), slice(L + own_low, L + own_end)], mask
 
 
 def take(x, slices, heads: int):
-    """Slices of the third axis of x (B, heads * G, T, D) -> (B, heads, G * n, D): the G query heads of a key head become
-    rows of one problem, keys and values are never expanded."""
+    """Slices of the third axis of x (B, heads * G, T, D) -> (B, heads, G * n, D): the G query heads of a key
+    head become rows of one problem, keys and values are never expanded."""
     return torch.cat([x[:, :, s] for s in slices], 2).reshape(x.shape[0], heads, -1, x.shape[3])
 
 
@@ -186,7 +203,7 @@ def add(out, slices, x):
 
 
 class Chunked(torch.autograd.Function):
-    """The reference: SDPA, chunk by chunk. Backward runs a chunk again, so that nothing of it is kept."""
+    """SDPA, chunk by chunk. Backward runs a chunk again, so that nothing of it is kept."""
 
     @staticmethod
     def pieces(q, k, v, chunks):
@@ -194,7 +211,7 @@ class Chunked(torch.autograd.Function):
         for rows, keys, mask in chunks:
             leaves = [take(x, s, k.shape[1]).detach().requires_grad_(torch.is_grad_enabled())
                       for x, s in ((q, rows), (k, keys), (v, keys))]
-            mask = mask.repeat(1, leaves[0].shape[2] // mask.shape[1], 1)[:, None]       # the same for each head
+            mask = mask.repeat(1, leaves[0].shape[2] // mask.shape[1], 1)[:, None]   # the same for each head
             yield rows, keys, leaves, F.scaled_dot_product_attention(*leaves, attn_mask=mask)
 
     @staticmethod
@@ -210,7 +227,8 @@ class Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do):
         q, k, v = ctx.saved_tensors
-        dq, dk, dv = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+        exact = torch.promote_types(q.dtype, torch.float32)
+        dq, dk, dv = (torch.zeros_like(x, dtype=exact) for x in (q, k, v))
         with torch.enable_grad():
             for rows, keys, leaves, piece in Chunked.pieces(q, k, v, ctx.chunks):
                 gradients = torch.autograd.grad(piece, leaves, take(do, rows, k.shape[1]))
@@ -222,30 +240,32 @@ class Chunked(torch.autograd.Function):
 # ------------------------------------------------------------------------------- FlexAttention
 
 def flex_mask(bounds, B: int, size: int = 128):
-    """The same mask as a BlockMask, its tiles from the intervals: no (2L, 2L) table is evaluated to find them."""
+    """The same mask as a BlockMask, its tiles from the intervals: no (2L, 2L) table is evaluated to find
+    them."""
     from torch.nn.attention.flex_attention import BlockMask
     low, end, own_low, own_end = (x.expand(B, -1).contiguous() for x in row_intervals(bounds))
 
     def may_attend(b, h, row, key):
-        return (key >= low[b, row]) & (key < end[b, row]) | (key >= own_low[b, row]) & (key < own_end[b, row])
+        own = (key >= own_low[b, row]) & (key < own_end[b, row])
+        return (key >= low[b, row]) & (key < end[b, row]) | own
 
     T = low.shape[1]
     n = -(-T // size)
-    first = size * torch.arange(n, device=low.device)                                                 # of key tiles
+    first = size * torch.arange(n, device=low.device)          # of key tiles
     last = (first + size).clamp(max=T)
     some = whole = torch.zeros(B, n, n, dtype=torch.bool, device=low.device)
     for a, z in ((low, end), (own_low, own_end)):
         a, z = (torch.cat((x, x[:, -1:].expand(-1, n * size - T)), 1).view(B, n, 1, size) for x in (a, z))
         some = some | (a.amin(-1) < last) & (z.amax(-1) > first)
         whole = whole | (a.amax(-1) <= first) & (z.amin(-1) >= last)
-    tiles = [f(x)[:, None].int() for x in (some & ~whole, whole)                                      # (B, 1, n), (B, 1, n, n)
-             for f in (lambda x: x.sum(-1), lambda x: x.int().argsort(dim=-1, descending=True, stable=True))]
+    tiles = []
+    for x in some & ~whole, whole:                             # how many, and which: (B, 1, n), (B, 1, n, n)
+        which = x.int().argsort(dim=-1, descending=True, stable=True)
+        tiles += [x.sum(-1)[:, None].int(), which[:, None].int()]
     return BlockMask.from_kv_blocks(*tiles, BLOCK_SIZE=size, mask_mod=may_attend, seq_lengths=(T, T))
 
 
 @functools.cache
 def flex_function(compiled: bool):
     from torch.nn.attention.flex_attention import flex_attention
-    return torch.compile(flex_attention) if compiled else flex_attention   # on the CPU a dense one, to compare with
-
-
+    return torch.compile(flex_attention) if compiled else flex_attention   # on the CPU dense, to compare with

@@ -1,11 +1,11 @@
-"""Ahead-of-time compilation for Hopper, without a GPU: whatever a function launches is compiled, once, and nothing runs.
+"""Ahead-of-time compilation for Hopper, without a GPU: what a function launches is compiled once, not run.
 
-A driver that only names its target stands in for the real one, so the launch code itself decides types, alignments
-and configurations: what is compiled here is what a GPU would be given.
+A driver that only names its target stands in for the real one, so the launch code itself decides types,
+alignments and configurations: what is compiled here is what a GPU would be given.
 
     report("module:function")   in a subprocess without TRITON_INTERPRET -> one dict a kernel compiled:
-        kernel, dtype (of the first tensor), constants, num_warps, num_stages, registers, stack, local (bytes a thread),
-        shared (bytes a program), wgmma (how many in the PTX), seconds
+        kernel, dtype (of the first tensor), constants, num_warps, num_stages, registers, stack, local (bytes
+        a thread), shared (bytes a program), wgmma (how many in the PTX), seconds
 """
 import importlib
 import json
@@ -31,9 +31,9 @@ def report(launches: str):
 def show(rows):
     for r in rows:
         constants = " ".join(f"{name}={value}" for name, value in r["constants"].items())
-        print(f"{r['kernel']:18} {r['dtype']:5} warps {r['num_warps']} stages {r['num_stages']} registers {r['registers']:3} "
-              f"stack {r['stack']} local {r['local']} shared {r['shared']:6} wgmma {r['wgmma']:3}  {constants}  "
-              f"{r['seconds']:.1f} s")
+        print(f"{r['kernel']:18} {r['dtype']:5} warps {r['num_warps']} stages {r['num_stages']} "
+              f"registers {r['registers']:3} stack {r['stack']} local {r['local']} shared {r['shared']:6} "
+              f"wgmma {r['wgmma']:3}  {constants}  {r['seconds']:.1f} s")
 
 
 class Hopper:
@@ -65,7 +65,8 @@ def compile_launches(launches: str):
         seen.append(kernel)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             Path(file.name).write_bytes(kernel.asm["cubin"])
-            usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+            command = [cuobjdump, "-res-usage", file.name]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.split("Function")[1]))
         names = [p.name for p in self.params if p.is_constexpr]
         bound = dict(zip([p.name for p in self.params], args)) | kwargs

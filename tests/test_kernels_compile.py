@@ -1,4 +1,4 @@
-"""The kernels compile for Hopper with Triton's own compiler: no spills, Hopper's matrix unit, and little shared memory.
+"""The kernels compile for Hopper, by Triton's own compiler: no spills, its matrix unit, little shared memory.
 
 No GPU is needed; `pytest tests/test_kernels_compile.py -s` prints the report.
 """
@@ -12,12 +12,15 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's compil
 
 
 def sbd_attention_launches():
-    """Every shipped configuration; for one of them also lengths and block sizes that must not compile anything new."""
+    """Every shipped configuration; for one of them also lengths and block sizes that must not compile
+    anything new."""
     import torch
-    from kernels.sbd_attention import Triton, intervals
+    from kernels.sbd_attention import intervals
+    from kernels.sbd_triton import Triton
 
     def launch(dtype, D, L=256, block_size=16, H=4, Hkv=2):
-        q, k, v = (torch.zeros(1, 2 * L, heads, D, dtype=dtype).transpose(1, 2).requires_grad_() for heads in (H, Hkv, Hkv))
+        shapes = ((1, 2 * L, heads, D) for heads in (H, Hkv, Hkv))
+        q, k, v = (torch.zeros(s, dtype=dtype).transpose(1, 2).requires_grad_() for s in shapes)
         bounds = torch.stack(intervals(L, block_size), 1).int()
         out = Triton.apply(q, k, v, bounds)
         torch.autograd.grad(out, (q, k, v), out)
@@ -28,7 +31,8 @@ def sbd_attention_launches():
     for L, block_size in (1, 1), (17, 5), (257, 64), (4096, 2):
         launch(torch.bfloat16, 128, L, block_size)
     for heads in 1, 6:
-        launch(torch.bfloat16, 32, H=heads, Hkv=heads)   # the compiler sees a 1 as a constant: one head, one in each group
+        # the compiler sees a 1 as a constant: one head, one in each group
+        launch(torch.bfloat16, 32, H=heads, Hkv=heads)
     launch(torch.float32, 64)
     launch(torch.float32, 128)
 
