@@ -1,4 +1,5 @@
-"""The loss of Set Block Decoding: noise (Eq. 13), training mask (Fig. 8, 9), joint loss (Eq. 14, Algorithm 1).
+"""The loss of Set Block Decoding: noise (Eq. 13), training mask (Fig. 8, 9), joint loss (Eq. 14, Algorithm
+1).
 
 One forward runs over [x | x_hat], 2L tokens: the clean half learns next-token prediction (NTP), the noisy
 half masked-token prediction (MATP) given the clean past of each block.
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from hf import need
 from kernels.sbd_attention import causal_attend, intervals, sbd_attend
 
 LOGITS = 2 ** 26   # logits alive at a time: 256 MB in float32
@@ -18,16 +20,18 @@ LOGITS = 2 ** 26   # logits alive at a time: 256 MB in float32
 
 @dataclass
 class SBDLoss:
-    loss: torch.Tensor   # Eq. 14 over num_targets, differentiable
-    ntp: torch.Tensor    # mean cross-entropy of the NTP targets, nats, no gradient
-    matp: torch.Tensor   # mean cross-entropy of the MATP targets, nats, no gradient
+    loss: torch.Tensor       # Eq. 14 over num_targets, differentiable
+    ntp: torch.Tensor        # mean cross-entropy of the NTP targets, nats, no gradient
+    matp: torch.Tensor       # mean cross-entropy of the MATP targets, nats, no gradient
+    num_ntp: torch.Tensor    # the NTP targets of this call
+    num_matp: torch.Tensor   # its MATP targets
 
 
 def mask_tokens(tokens, mask_id: int, eta=None, generator=None):
     """Eq. 13: each token becomes `mask_id` with its row's probability eta.
 
-    tokens (B, L); eta (B, 1) or a number, default one draw from U(0, 1) a row -> noisy (B, L), is_masked (B, L).
-    """
+    tokens (B, L); eta (B, 1), default one draw from U(0, 1) a row -> noisy (B, L), is_masked (B, L). An eta
+    (B, L) of zeros and ones says which tokens, whatever is drawn. """
     if eta is None:
         eta = torch.rand(tokens.shape[0], 1, generator=generator, device=tokens.device)
     is_masked = torch.rand(tokens.shape, generator=generator, device=tokens.device) < eta
@@ -40,7 +44,8 @@ def sbd_attention_mask(seq_len: int, block_size: int):
     clean_clean = key <= q
     noisy_clean = key // block_size < q // block_size
     noisy_noisy = key // block_size == q // block_size
-    return torch.cat((torch.cat((clean_clean, torch.zeros_like(clean_clean)), 1), torch.cat((noisy_clean, noisy_noisy), 1)))
+    clean = torch.cat((clean_clean, torch.zeros_like(clean_clean)), 1)
+    return torch.cat((clean, torch.cat((noisy_clean, noisy_noisy), 1)))
 
 
 def ntp_targets(tokens, mask=None, doc_ids=None):
@@ -51,14 +56,15 @@ def ntp_targets(tokens, mask=None, doc_ids=None):
 
 def sbd_loss(model, tokens, block_size: int, loss_mask=None, ntp_mask=None, doc_ids=None, num_targets=None,
              ntp_weight=1.0, matp_weight=1.0, eta=None, generator=None, backend="auto") -> SBDLoss:
-    """Eq. 14, Algorithm 1: one step's loss, (ntp_weight * sum of NTP + matp_weight * sum of MATP) / num_targets.
+    """Eq. 14, Algorithm 1: one step's loss, (ntp_weight * sum of NTP + matp_weight * sum of MATP) /
+    num_targets.
 
     tokens (B, L); loss_mask (B, L) bool: the targets of both terms, default all; ntp_mask: those of NTP where
     they differ; doc_ids (B, L): packed documents; num_targets: the NTP targets of the whole optimizer step,
     default this call's, at least 1. The noise is mask_tokens(tokens, model.config.mask_id, eta, generator).
     """
-    if model.config.mask_id is None:
-        raise ValueError("the model's config has no mask_id: set it (an id of the vocabulary that text never uses)")
+    need(model.config.mask_id is not None,
+         "the model's config has no mask_id: set it to an id of the vocabulary that text never uses")
     B, L = tokens.shape
     attend = sbd_attend(L, block_size, doc_ids, tokens.device, backend)   # one mask for all layers
     noisy, is_masked = mask_tokens(tokens, model.config.mask_id, eta, generator)
@@ -72,8 +78,9 @@ def sbd_loss(model, tokens, block_size: int, loss_mask=None, ntp_mask=None, doc_
     n = ntp_at.sum()
     is_ntp = torch.arange(len(loss), device=loss.device) < n
     ntp, matp = torch.where(is_ntp, loss, 0).sum(), torch.where(is_ntp, 0, loss).sum()
-    return SBDLoss((ntp_weight * ntp + matp_weight * matp) / (n.clamp(min=1) if num_targets is None else max(num_targets, 1)),
-                   ntp.detach() / n.clamp(min=1), matp.detach() / (len(loss) - n).clamp(min=1))
+    over = n.clamp(min=1) if num_targets is None else max(num_targets, 1)
+    return SBDLoss((ntp_weight * ntp + matp_weight * matp) / over, ntp.detach() / n.clamp(min=1),
+                   matp.detach() / (len(loss) - n).clamp(min=1), n, len(loss) - n)
 
 
 def ntp_loss(model, tokens, loss_mask=None, doc_ids=None, num_targets=None) -> SBDLoss:
@@ -83,8 +90,10 @@ def ntp_loss(model, tokens, loss_mask=None, doc_ids=None, num_targets=None) -> S
     attend = causal_attend(L, doc_ids, tokens.device)
     hidden = model.hidden(tokens, positions, lambda layer, q, k, v: attend(q, k, v))
     at = ntp_targets(tokens, loss_mask, doc_ids)
-    ntp, n = row_losses(model, hidden[:, :-1][at], tokens[:, 1:][at]).sum(), at.sum().clamp(min=1)
-    return SBDLoss(ntp / (n if num_targets is None else max(num_targets, 1)), ntp.detach() / n, torch.zeros_like(ntp.detach()))
+    ntp, n = row_losses(model, hidden[:, :-1][at], tokens[:, 1:][at]).sum(), at.sum()
+    over = n.clamp(min=1) if num_targets is None else max(num_targets, 1)
+    return SBDLoss(ntp / over, ntp.detach() / n.clamp(min=1), torch.zeros_like(ntp.detach()), n,
+                   torch.zeros_like(n))
 
 
 def row_losses(model, hidden, targets):
@@ -95,7 +104,8 @@ def row_losses(model, hidden, targets):
     """
     def losses(rows, target):
         logits = model.lm_head(rows)                                              # (n, V)
-        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), target, reduction="none")
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, target, reduction="none")
 
     size = max(1, LOGITS // model.config.vocab_size)
     return torch.cat([checkpoint(losses, rows, target, use_reentrant=False)

@@ -3,13 +3,16 @@
     python train.py                                            the shipped tiny model, minutes on a CPU
     python train.py --init_from=llama3.1-8b --dataset=DIR      the same loop on real weights
 
-Weights and AdamW's states are float32 whatever the forward runs in: bfloat16 weights would round updates
-at lr 1e-5 away. Everything random in a step follows from (seed, step), so a run that is resumed goes on
-exactly as if it had never stopped.
+Weights and AdamW's states are float32 whatever the forward runs in: bfloat16 weights would round updates at
+lr 1e-5 away. Everything random follows from (seed, step, row of the step), so a run that is resumed goes on
+exactly as if it had never stopped, and a step is the same sums for every split into micro-batches (method
+section 12).
 
-Shapes: B batch_size, L seq_len, k block size.
+Shapes: B batch_size, L seq_len, R rows of a step, k block size.
 """
-import argparse
+from cli import PUBLISHED, need, need_mask, open_device, parser, run
+
+import contextlib
 import math
 import os
 import shutil
@@ -17,15 +20,16 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from data.bin import Dataset, batch, num_ntp_targets, pack, targets
+from data.bin import Dataset, Rows, batch, locked, num_ntp_targets, pack, targets
 from eval import sweep, table
+from hf import PRESETS, TOKENIZER_FILES, find_folder, free_memory, write_whole
 from kernels.sbd_attention import BACKENDS, check_backend
-from hf import PRESETS, find_folder, free_memory, write_whole
 from model import Llama, LlamaConfig, compile_layers
 from sbd_loss import ntp_loss, sbd_loss
 from tokenizer import Tokenizer
@@ -38,32 +42,343 @@ RECIPES = {   # method section 3: 2M tokens a step, 34k steps, 32k context
 }
 CHECKPOINTS = "step-" + "[0-9]" * 8
 # What a (seed, step) means, and what the weights are: a resumed run cannot change these.
-FIXED = ("recipe", "init_from", "dataset", "objective", "mask_id", "seed", "seq_len", "batch_size", "grad_accum",
+FIXED = ("recipe", "init_from", "dataset", "objective", "mask_id", "seed", "seq_len", "batch_size",
+         "grad_accum",
          "block_size_min", "block_size_max", "full_mask_prob")
-CELLS = [dict(mode="sbd", block_size=k, gamma=0.1) for k in (8, 16)] + [dict(mode="verified", block_size=k, hedges=2) for k in (16, 24, 32)]
+CELLS = [dict(mode="sbd", block_size=k, gamma=0.1) for k in (8, 16)] + \
+    [dict(mode="verified", block_size=k, hedges=2) for k in (16, 24, 32)]
 
+
+# -------------------------------------------------------------------------------- Algorithm 1
+
+def train(run, args) -> None:
+    """Algorithm 1: k and the noise of a step, the loss of its rows in micro-batches, one update of AdamW."""
+    B, R = args.batch_size, args.batch_size * args.grad_accum
+    for step in range(run.step, args.max_steps):
+        k, noise = draw(args, step, R)                           # k ~ U{min, ..., max}; noise (R, L) bool
+        batches = [batch(run.rows, range(i, i + B)) for i in range(step * R, (step + 1) * R, B)]
+        num_targets = sum(map(num_ntp_targets, batches))  # of the whole step: Eq. 14 of the large batch
+        for group in run.optimizer.param_groups:
+            group["lr"] = learning_rate(args, step)
+        for b, masked in zip(batches, noise.split(B)):
+            result = losses(run.model, args, b, k, masked, num_targets)
+            result.loss.backward()
+            run.log.add(result)
+        norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), args.grad_clip or math.inf)
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=True)
+        after(run, args, step + 1, norm)  # a line, validation, a checkpoint: what is due
+
+
+def draw(args, step, num_rows):
+    """Fig. 7, Eq. 13: a step's k ~ U{min, ..., max}, and which tokens of its rows are masked, bool (num_rows,
+    L).
+
+    Each row has its eta ~ U(0, 1), or, with probability full_mask_prob, 1 (draft-aware noise, method section
+    10). All of it follows from (seed, step, row) alone: method section 12. """
+    k = int(np.random.default_rng([args.seed, step, 0]).integers(args.block_size_min,
+                                                                 args.block_size_max + 1))
+    noise = np.empty((num_rows, args.seq_len), bool)
+    for row in range(num_rows):
+        rng = np.random.default_rng([args.seed, step, row + 1])
+        full, eta = rng.random(2)
+        noise[row] = (full < args.full_mask_prob) | (rng.random(args.seq_len, np.float32) < eta)
+    return k, torch.from_numpy(noise)
+
+
+def losses(model, args, b, k, masked, num_targets=None):
+    """One forward's loss; autocast keeps float32 weights and runs the matrix products in --dtype."""
+    b, eta = b.to(args.device), masked.to(args.device,
+                                          torch.float32)   # certain: eta 1 where masked, 0 elsewhere
+    loss_mask, ntp_mask = targets(b, k)   # (B, L)
+    with torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        if args.objective == "ntp":
+            return ntp_loss(model, b.tokens, ntp_mask, b.doc_ids, num_targets)
+        return sbd_loss(model, b.tokens, k, loss_mask, ntp_mask, b.doc_ids, num_targets,
+                        args.ntp_weight, args.matp_weight, eta, None, args.attention)
+
+
+def learning_rate(args, step):
+    """Linear warmup, then a cosine from lr to min_lr."""
+    if step < args.warmup_steps:
+        return args.lr * (step + 1) / args.warmup_steps
+    done = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
+    return args.min_lr + 0.5 * (args.lr - args.min_lr) * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+@torch.no_grad()
+def validate(model, args, rows):
+    """Mean NTP and MATP losses over all targets of the first --eval_rows rows, nats, always with the same
+    noise.
+
+    A row's k and noise are its own, so that nothing depends on --batch_size."""
+    model.eval()
+    sums, by_k = torch.zeros(4, dtype=torch.float64), {}
+    for i in range(min(args.eval_rows, len(rows))):
+        k, noise = draw(args, i, 1)
+        by_k.setdefault(k, []).append((i, noise[0]))
+    for k, group in by_k.items():
+        for part in (group[i:i + args.batch_size] for i in range(0, len(group), args.batch_size)):
+            index, noise = zip(*part)
+            sums += totals(losses(model, args, batch(rows, index), k, torch.stack(noise))).cpu()
+    model.train()
+    return means(sums)
+
+
+def totals(result):
+    """NTP's and MATP's sums of losses and numbers of targets, (4,)."""
+    return torch.stack((result.ntp * result.num_ntp, result.num_ntp, result.matp * result.num_matp,
+                        result.num_matp))
+
+
+def means(sums) -> list:
+    """The two mean losses, nats, 0 where there are no targets."""
+    ntp, num_ntp, matp, num_matp = sums.tolist()
+    return [ntp / max(num_ntp, 1), matp / max(num_matp, 1)]
+
+
+# --------------------------------------------------------------------------- the command: a run and its log
+
+HEAD = "step,ntp_loss,matp_loss,val_ntp_loss,val_matp_loss,lr,tokens_per_s\n"   # of log.csv
+
+
+@dataclass
+class Log:
+    """Losses since the last line, read only at the next, and log.csv."""
+    path: Path
+    sums: torch.Tensor                           # (4,), as in `totals`, on the device
+    first_bad: torch.Tensor                      # the first step that was not finite; infinity: none
+    lines: list = field(default_factory=lambda: [HEAD])
+    began: float = field(default_factory=time.monotonic)
+    line_time: float = field(default_factory=time.monotonic)
+    first_step: int = 0
+    line_step: int = 0
+
+    def add(self, result):
+        self.sums += totals(result)
+
+    def line(self, args, done, checked):
+        """Print and write the line of step `done`; checked: validation losses or []."""
+        now, (ntp, matp), lr = time.monotonic(), means(self.sums), learning_rate(args, done - 1)
+        tokens = (done - self.line_step) * args.batch_size * args.grad_accum * args.seq_len
+        rate = tokens / max(now - self.line_time, 1e-9)  # tokens a second
+        left = (args.max_steps - done) * (now - self.began) / (done - self.first_step) / 60   # minutes
+        validation = f"  validation ntp {checked[0]:.4f} matp {checked[1]:.4f}" if checked else ""
+        print(f"step {done:5d}  ntp {ntp:.4f}  matp {matp:.4f}  lr {lr:.2e}  {rate:,.0f} tokens/s  "
+              f"{left:.1f} min left{validation}", flush=True)
+        numbers = [f"{x:.9g}" if x != "" else x for x in (ntp, matp, *(checked or ("", "")))]
+        with self.path.open("a") as file:
+            file.write(",".join([str(done), *numbers, f"{lr:.6g}", f"{rate:.0f}"]) + "\n")
+        self.sums.zero_()
+        self.line_step, self.line_time = done, time.monotonic()
+
+
+@dataclass
+class Run:
+    model: Llama
+    optimizer: torch.optim.Optimizer
+    files: dict                                  # name -> bytes of the tokenizer's files
+    rows: Rows
+    val_rows: Rows | None
+    log: Log
+    step: int                                    # steps done
+    stop: list = field(default_factory=list)     # the signal that asked it to stop
+
+
+def after(run, args, done, norm):
+    """Whatever is due behind step `done`: a log line, validation, a checkpoint, the end after Ctrl-C or
+    SIGTERM."""
+    run.step, log = done, run.log
+    log.first_bad = torch.where(torch.isfinite(norm + log.sums.sum()), log.first_bad,
+                                log.first_bad.clamp(max=done))
+    save_now = done % args.eval_interval == 0 or done == args.max_steps
+    line_now = done % args.log_interval == 0 or save_now
+    if not (line_now or run.stop):
+        return   # from here on the host waits for the device
+    checked = validate(run.model, args, run.val_rows) if save_now and run.val_rows else []
+    bad = min(log.first_bad.item(), math.inf if all(map(math.isfinite, checked)) else done)
+    if bad < math.inf:
+        good = newest(args.out_dir)
+        advice = f"{good} is the last good checkpoint: --resume" if good else \
+            "there is no checkpoint yet: start again"
+        sys.exit(f"train.py: the loss or its gradient is not finite at step {bad:.0f}; "
+                 f"{advice} with a lower --lr")
+    if line_now:
+        log.line(args, done, checked)
+    if save_now or run.stop:
+        save(run, args)
+    if run.stop:
+        print(f"stopped at step {done}; go on with: python train.py --resume --out_dir={args.out_dir}")
+        exit_at_once(run.stop[0], None)
+
+
+def make_optimizer(model, args):
+    """AdamW; weight decay pulls on matrices only, not on the gains of the norms."""
+    groups = [dict(params=[w for w in model.parameters() if w.dim() == 2], weight_decay=args.weight_decay),
+              dict(params=[w for w in model.parameters() if w.dim() != 2], weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), fused=True)
+
+
+def open_run(args, data, val, source, config, tokenizer) -> Run:
+    """Data, model, optimizer and log, resumed where asked; from here on out_dir is this run's."""
+    model = load(args, source, config, tokenizer)
+    copies = args.block_size_max - 1 if args.objective == "sbd" else 0   # stop copies (method section 3)
+    rows = pack(data, args.seq_len, copies, args.seed)
+    val_rows = pack(val, args.seq_len, copies, args.seed) if val and args.eval_rows else None
+    wide = torch.float32 if torch.device(args.device).type == "mps" else torch.float64
+    log = Log(args.out_dir / "log.csv", torch.zeros(4, device=args.device, dtype=wide),
+              torch.full((), math.inf, device=args.device))
+    files = {name: (tokenizer.folder / name).read_bytes() for name in TOKENIZER_FILES
+             if (tokenizer.folder / name).is_file()}   # their folder may go
+    opened = Run(model, make_optimizer(model, args), files, rows, val_rows, log, 0)
+    state = read_state(newest(args.out_dir), opened.optimizer, args.device) if args.resume else None
+    for old in [*args.out_dir.glob("tmp-*"), *(args.out_dir.glob(CHECKPOINTS) if args.overwrite else ())]:
+        remove(old)   # what a kill left, and what the user gave up
+    if args.overwrite:
+        (args.out_dir / "config.json").unlink(missing_ok=True)
+    if state:
+        groups = opened.optimizer.state_dict()["param_groups"]
+        opened.optimizer.load_state_dict(dict(state["optimizer"], param_groups=groups))
+        opened.step = log.first_step = log.line_step = state["step"]
+        log.sums = state["sums"].to(args.device, wide)
+        if log.path.exists():   # a kill may have left lines behind the checkpoint, the last one torn
+            for line in log.path.read_text(errors="replace").splitlines(keepends=True)[1:]:
+                step = line.partition(",")[0]
+                if line.endswith("\n") and step.isdecimal() and int(step) <= opened.step:
+                    log.lines.append(line)
+    write_whole(log.path, lambda path: path.write_text("".join(log.lines)))
+    return opened
+
+
+def load(args, source, config, tokenizer) -> Llama:
+    """The model, with float32 weights."""
+    if source:
+        model = Llama.from_pretrained(source, args.device, torch.float32, config.mask_id)
+        for weight in model.parameters():   # mapped from the file: as aligned in memory as weights that never
+            weight.data = weight.data.clone()   # stopped, or matrix products could round differently
+    else:
+        torch.manual_seed(args.seed)
+        model = Llama(config).to(args.device)
+    model.folder, model.grad_checkpoint = None, args.grad_checkpoint   # the tokenizer's files: see Run
+    return (compile_layers(model) if args.compile else model).train()
+
+
+# --------------------------------------------------------------------------- the command: checkpoints
+
+def newest(out_dir: Path):
+    """The newest whole checkpoint folder of a run, or None."""
+    whole = [path for path in out_dir.glob(CHECKPOINTS) if (path / "train_state.pt").is_file()]
+    return max(whole, default=None)
+
+
+def remove(path: Path):
+    path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
+
+
+def save(run, args):
+    """Write a checkpoint aside, rename it into place, and only then remove the ones before it."""
+    final, aside = args.out_dir / f"step-{run.step:08d}", args.out_dir / f"tmp-{run.step:08d}"
+    for old in (aside, final):
+        if old.is_symlink() or old.exists():
+            remove(old)
+    write_model(run.model, run.files, aside)
+    state = dict(optimizer=run.optimizer.state_dict(), step=run.step, sums=run.log.sums,
+                 args={name: str(value) if isinstance(value, Path) else value for name,
+                       value in vars(args).items()})
+    write_whole(aside / "train_state.pt", lambda path: torch.save(state, path))
+    flush_folder(aside)
+    os.replace(aside, final)
+    flush_folder(args.out_dir)
+    for old in args.out_dir.glob(CHECKPOINTS):
+        if old != final:
+            remove(old)
+
+
+def write_model(model, files, folder):
+    """A Hugging Face folder: the model, and the tokenizer's files."""
+    model.save_pretrained(folder)
+    for name, content in files.items():
+        write_whole(folder / name, lambda path: path.write_bytes(content))
+
+
+def load_file(folder: Path, device) -> dict:
+    """A checkpoint's train_state.pt, never unpickled beyond tensors and plain values; ValueError in one
+    line."""
+    path = folder / "train_state.pt"
+    try:
+        state = torch.load(path, map_location=device, weights_only=True, mmap=True)   # mapped: not read yet
+        good = isinstance(state, dict) and isinstance(state["args"], dict) and type(state["step"]) is int \
+            and state["step"] >= 0 and isinstance(state["optimizer"]["state"],
+                                                  dict) and state["sums"].shape == (4,)
+    except Exception:   # a damaged file ends in any of a dozen kinds of error
+        good = False
+    need(good, f"{path} is damaged, or not of this version: remove {folder}, or start again with --overwrite")
+    return state
+
+
+def read_state(folder: Path, optimizer, device) -> dict:
+    """load_file, and every tensor's shape and dtype checked against the parameters: a kernel would not."""
+    state = load_file(folder, device)
+    weights = [w for group in optimizer.param_groups for w in group["params"]]
+    moments, good = state["optimizer"]["state"], False
+    with contextlib.suppress(Exception):
+        good = set(moments) == set(range(len(weights))) and all(
+            set(moments[i]) == {"step", "exp_avg", "exp_avg_sq"} and moments[i]["step"].shape == ()
+            and moments[i]["step"].dtype == torch.float32 and 0 <= float(moments[i]["step"]) < math.inf
+            and all(moments[i][name].shape == w.shape and moments[i][name].dtype == w.dtype
+                    and moments[i][name].layout == torch.strided for name in ("exp_avg", "exp_avg_sq"))
+            for i, w in enumerate(weights))
+    need(good, f"{folder / 'train_state.pt'} does not fit the model (a state missing, or of another shape): "
+               f"remove {folder}, or start again with --overwrite")
+    return state
+
+
+def flush_folder(folder):
+    """Renames inside a folder reach the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def finish(model, args, files):
+    """The finished model as a folder in out_dir, bfloat16; on word problems, how well it decodes."""
+    write_model(model.to(torch.bfloat16), files, args.out_dir)
+    flush_folder(args.out_dir)
+    print(f"finished: python generate.py --init_from={args.out_dir} --prompt=...", flush=True)
+    if args.sample_problems and HERE / "data" / args.dataset == WORD_PROBLEMS:
+        from data.word_problems.prepare import problems
+        model = Llama.from_pretrained(args.out_dir, args.device,
+                                      torch.float32)   # what was saved, and not compiled
+        longest = max(16, args.block_size_max) if args.objective == "sbd" else 0
+        cells = [dict(mode="ntp")] + [cell for cell in CELLS if cell["block_size"] <= longest]
+        tokenizer = Tokenizer.from_pretrained(args.out_dir)
+        print(table(sweep(model, tokenizer, problems("val", args.sample_problems), cells)))
+
+
+# --------------------------------------------------------------------------- the command: options
 
 def place(name):
     """A folder by its absolute path, so that a run can be resumed from anywhere; any other name as it is."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
-def parse(argv=None):
-    p = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, description=__doc__.split("\n")[0])
+def options():
+    p = parser(__doc__)
     a = p.add_argument
     a("--init_from", type=place, default=str(HERE / "checkpoints/tiny-ntp"),
-      help=f"folder, hub id owner/name, or preset: {', '.join(PRESETS)} (one without weights starts at random)")
+      help=f"folder, hub id owner/name, or preset: {PUBLISHED}; tiny, tiny-draft and sbd-3b start at random")
     a("--dataset", type=place, default="word_problems", help="a folder of .bin files, or NAME for data/NAME")
     a("--out_dir", type=Path, default="out", help="checkpoints, log.csv and the finished model")
-    a("--resume", action="store_true", help="go on from the newest checkpoint of out_dir, with its options unless given again")
+    a("--resume", action="store_true", help="go on from out_dir's newest checkpoint, with its options")
     a("--overwrite", action="store_true", help="start afresh in an out_dir that holds another run")
     a("--recipe", choices=RECIPES, help="the paper's hyperparameters as defaults")
     a("--objective", choices=("sbd", "ntp"), default="sbd", help="Eq. 14, or next-token prediction alone")
     a("--ntp_weight", type=float, default=1.0, help="weight of the NTP term; 0 is the paper's ablation")
     a("--matp_weight", type=float, default=1.0, help="weight of the MATP term")
     a("--block_size_min", type=int, default=2, help="k ~ U{min, ..., max}, one a step")
-    a("--block_size_max", type=int, default=16, help="the longest block, and one more than the stop copies behind a document")
-    a("--full_mask_prob", type=float, default=0.0, help="share of rows that are all masks (draft-aware noise); the paper's is 0")
+    a("--block_size_max", type=int, default=16, 
+      help="the longest block, one more than a document's stop copies")
+    a("--full_mask_prob", type=float, default=0.0, help="share of rows that are all masks; the paper's is 0")
     a("--mask_id", type=int, help="the mask token, where the model's config names none")
     a("--seq_len", type=int, default=512, help="tokens a row")
     a("--batch_size", type=int, default=8, help="rows a forward")
@@ -76,193 +391,118 @@ def parse(argv=None):
     a("--beta1", type=float, default=0.9, help="AdamW's")
     a("--beta2", type=float, default=0.95, help="AdamW's")
     a("--grad_clip", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
-    a("--log_interval", type=int, default=10, help="steps a line; losses are their mean")
-    a("--eval_interval", type=int, default=100, help="steps between checkpoints, each after the validation losses")
+    a("--log_interval", type=int, default=10, help="steps a line; losses are means over their targets")
+    a("--eval_interval", type=int, default=100, help="steps between checkpoints and validation losses")
     a("--eval_rows", type=int, default=32, help="validation rows; 0: none")
     a("--sample_problems", type=int, default=100, help="held-out word problems decoded at the end; 0: none")
     a("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, mps")
-    a("--dtype", choices=("float32", "bfloat16"), help="of the forward (autocast); default bfloat16 on cuda, else float32")
-    a("--attention", choices=BACKENDS, default="auto", help="kernels/sbd_attention.py's backend; auto: triton on CUDA, else sdpa")
+    a("--dtype", choices=("float32", "bfloat16"), 
+      help="of the forward (autocast); default bfloat16 on cuda, else float32")
+    a("--attention", choices=BACKENDS, default="auto",
+      help="backend of the attention; auto: triton on CUDA, else sdpa")
     a("--compile", action="store_true", help="torch.compile the layers")
-    a("--grad_checkpoint", action="store_true", help="recompute each layer in backward: less memory, a third more time")
+    a("--grad_checkpoint", action="store_true", help="recompute layers in backward: less memory, more time")
     a("--seed", type=int, default=0, help="of initialisation, data order and noise")
+    return p
+
+
+def parse(argv=None):
+    """The options; with --resume those of the run in out_dir, where none is given."""
+    p = options()
     first = p.parse_args(argv)
     if not first.resume:
         p.set_defaults(**RECIPES.get(first.recipe, {}))
         return p.parse_args(argv)
-    if first.overwrite:
-        raise ValueError("--resume --overwrite: give one of them")
-    if (folder := newest(first.out_dir)) is None:
-        raise ValueError(f"--resume: {first.out_dir} holds no checkpoint: leave --resume away to start a run there")
-    saved = torch.load(folder / "train_state.pt", weights_only=True, mmap=True)   # mapped: the states are not read yet
-    p.set_defaults(**{name: value for name, value in saved["args"].items() if name not in ("out_dir", "resume", "overwrite")})
+    need(not first.overwrite, "--resume --overwrite: give one of them")
+    folder = newest(first.out_dir)
+    need(folder is not None,
+         f"--resume: {first.out_dir} holds no checkpoint: leave --resume away to start a run there")
+    state = load_file(folder, "cpu")
+    saved = {name: value for name, value in state["args"].items()
+             if name not in ("out_dir", "resume", "overwrite")}
+    for action in p._actions:   # what was stored is looked at like anything else that is read
+        if action.dest not in ("help", "out_dir", "resume", "overwrite"):
+            value, kind = saved.get(action.dest, "missing"), {int: int, float: int | float}.get(action.type,
+                                                                                                str)
+            good = isinstance(value, bool) if action.nargs == 0 else value is action.default is None or (
+                isinstance(value, kind) and type(value) is not bool and value in (action.choices or [value]))
+            need(good, f"{folder / 'train_state.pt'} is damaged ({action.dest} is {value!r}): "
+                       "start again with --overwrite")
+    p.set_defaults(**saved)
     args = p.parse_args(argv)
     for name in FIXED:
-        if (now := getattr(args, name)) != (was := saved["args"][name]):
-            raise ValueError(f"--{name} {now}: the run in {args.out_dir} has {was}; leave it away, or start another run in another --out_dir")
-    if args.max_steps < saved["step"]:
-        raise ValueError(f"--max_steps {args.max_steps}: the run in {args.out_dir} is at step {saved['step']} already")
+        need(getattr(args, name) == saved[name], f"--{name} {getattr(args, name)}: the run in {args.out_dir} "
+             f"has {saved[name]}; leave it away, or start another run in another --out_dir")
+    need(args.max_steps >= state["step"],
+         f"--max_steps {args.max_steps}: the run in {args.out_dir} is at step {state['step']} already")
     return args
 
 
-def newest(out_dir: Path):
-    """The newest whole checkpoint folder of a run, or None."""
-    return max(out_dir.glob(CHECKPOINTS), default=None)
+def check_numbers(args):
+    """Refuse what the options alone show; touches nothing."""
+    for names, good, wanted in (
+            ("batch_size grad_accum log_interval eval_interval block_size_min seq_len",
+             lambda x: 1 <= x < 2**24,
+             f"1 or more, below {2**24}"),
+            ("max_steps", lambda x: 1 <= x < 10**8, "1 or more, below 10^8"),
+            ("warmup_steps eval_rows seed", lambda x: 0 <= x < 2**63, "0 or more, below 2^63"),
+            ("lr", lambda x: 0 < x < math.inf, "a number above 0"),
+            ("min_lr weight_decay grad_clip ntp_weight matp_weight", lambda x: 0 <= x < math.inf,
+             "a number from 0 up"),
+            ("beta1 beta2", lambda x: 0 <= x < 1, "from 0 to below 1"),
+            ("full_mask_prob", lambda x: 0 <= x <= 1, "0 to 1"),
+            ("sample_problems", lambda x: 0 <= x <= 2000, "0 to 2000")):
+        for name in names.split():
+            need(good(getattr(args, name)), f"--{name} {getattr(args, name)}: wanted {wanted}")
+    need(args.block_size_min <= args.block_size_max <= 4096,
+         f"--block_size_min {args.block_size_min} is more than "
+         f"--block_size_max {args.block_size_max}" if args.block_size_max <= 4096 else
+         f"--block_size_max {args.block_size_max}: wanted at most 4096")
+    device = open_device(args.device)
+    if args.objective == "sbd":
+        check_backend(args.attention, device, training=True)
+    args.dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    need(not args.out_dir.exists() or args.out_dir.is_dir(),
+         f"--out_dir {args.out_dir} is a file: give a folder")
+    need(args.resume or args.overwrite or not (newest(args.out_dir)
+                                               or (args.out_dir / "config.json").exists()),
+         f"{args.out_dir} holds another run: give --resume, --overwrite or another --out_dir")
 
 
 def check(args):
     """Refuse everything that can be refused, before weights are loaded or files touched.
 
-    Returns the training set, the validation set or None, what to load the weights from or None (random ones), the
-    model's config and its tokenizer.
-    """
-    for names, good, wanted in (
-            ("batch_size grad_accum max_steps log_interval eval_interval block_size_min", lambda x: x >= 1, "1 or more"),
-            ("warmup_steps eval_rows seed", lambda x: x >= 0, "0 or more"),
-            ("lr", lambda x: 0 < x < math.inf, "a number above 0"),
-            ("min_lr weight_decay grad_clip ntp_weight matp_weight", lambda x: 0 <= x < math.inf, "a number from 0 up"),
-            ("beta1 beta2", lambda x: 0 <= x < 1, "from 0 to below 1"),
-            ("full_mask_prob", lambda x: 0 <= x <= 1, "0 to 1"),
-            ("sample_problems", lambda x: 0 <= x <= 2000, "0 to 2000")):
-        for name in names.split():
-            if not good(getattr(args, name)):
-                raise ValueError(f"--{name} {getattr(args, name)}: wanted {wanted}")
-    if args.block_size_min > args.block_size_max:
-        raise ValueError(f"--block_size_min {args.block_size_min} is more than --block_size_max {args.block_size_max}")
-    try:
-        torch.zeros(1, device=args.device).item()
-    except (RuntimeError, AssertionError):
-        raise ValueError(f"--device {args.device} is not there: try --device=cpu") from None
-    if args.objective == "sbd":
-        check_backend(args.attention, args.device, training=True)
-    args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
-    if args.out_dir.exists() and not args.out_dir.is_dir():
-        raise ValueError(f"--out_dir {args.out_dir} is a file: give a folder")
-    if not args.resume and not args.overwrite and (newest(args.out_dir) or (args.out_dir / "config.json").exists()):
-        raise ValueError(f"{args.out_dir} holds another run: give --resume, --overwrite or another --out_dir")
-
-    at_random = args.init_from in PRESETS and PRESETS[args.init_from][1] is None   # a shape without published weights
+    Returns the training set, the validation set or None, what to load the weights from or None (random ones),
+    the model's config and its tokenizer. """
+    check_numbers(args)
+    at_random = args.init_from in PRESETS and PRESETS[args.init_from][1] is None   # a shape without weights
     source = newest(args.out_dir) if args.resume else None if at_random else args.init_from
     folder = source and find_folder(source, weights=False)
-    if args.overwrite and source and folder.resolve().is_relative_to(args.out_dir.resolve()):
-        raise ValueError(f"--overwrite would remove what --init_from {args.init_from} names: give another --out_dir")
+    need(not (args.overwrite and source and folder.resolve().is_relative_to(args.out_dir.resolve())),
+         f"--overwrite would remove what --init_from {args.init_from} names: give another --out_dir")
     config = LlamaConfig.from_pretrained(source or args.init_from)
-    if args.mask_id is not None:
-        config = replace(config, mask_id=args.mask_id)
-    if config.mask_id is None and args.objective == "sbd":
-        raise ValueError(f"{args.init_from} names no mask token: give --mask_id, an id of its vocabulary that text never uses")
-    if not 2 <= args.seq_len <= config.max_position_embeddings:
-        raise ValueError(f"--seq_len {args.seq_len}: wanted 2 to {config.max_position_embeddings}, the model's context")
+    config = config if args.mask_id is None else replace(config, mask_id=args.mask_id)
+    if args.objective == "sbd":
+        need_mask(config, args.init_from)
+    need(2 <= args.seq_len <= config.max_position_embeddings,
+         f"--seq_len {args.seq_len}: wanted 2 to {config.max_position_embeddings}, the model's context")
     with torch.device("meta"):
         parameters = sum(w.numel() for w in Llama(config).parameters())
-    need, free = 16 * parameters, free_memory(args.device)   # bytes: weights, gradients and AdamW's two states, float32
-    if need > free:
-        raise ValueError(f"training {args.init_from} needs {need / 2**30:.1f} GiB for weights, gradients and AdamW's states, "
-                         f"{args.device} has {free / 2**30:.1f} GiB free: use a smaller model or another device")
-
+    size, free = 16 * parameters, free_memory(args.device)   # bytes: weights, gradients, two states, float32
+    need(size <= free, f"training {args.init_from} needs {size / 2**30:.1f} GiB for weights, gradients and "
+         f"AdamW's states, {args.device} has {free / 2**30:.1f} GiB free: use a smaller model or more memory")
     dataset = HERE / "data" / args.dataset   # of an absolute path: that path
-    if dataset == WORD_PROBLEMS and not (dataset / "meta.json").exists():   # the default data set makes itself
+    if dataset == WORD_PROBLEMS and not (dataset / "meta.json").exists():  # the default data set makes itself
         print("preparing the word problems, under a minute", flush=True)
-        if subprocess.run([sys.executable, dataset / "prepare.py"]).returncode:
-            raise ValueError(f"{dataset}/prepare.py failed")
+        need(not subprocess.run([sys.executable, dataset / "prepare.py"]).returncode,
+             f"{dataset}/prepare.py failed")
     data = Dataset(dataset, "train")
     val = Dataset(dataset, "val") if "val" in data.meta["splits"] else None
     tokenizer = Tokenizer.from_pretrained(folder or data.meta["tokenizer"])
-    if tokenizer.hash != data.meta["tokenizer_hash"] or data.vocab_size > config.vocab_size:
-        raise ValueError(f"{dataset} was tokenized with another vocabulary, that of {data.meta['tokenizer']}: "
-                         f"prepare your data with --tokenizer={args.init_from}")
+    need(tokenizer.hash == data.meta["tokenizer_hash"] and data.vocab_size <= config.vocab_size,
+         f"{dataset} was tokenized with another vocabulary, that of {data.meta['tokenizer']}: "
+         f"prepare your data with --tokenizer={args.init_from}")
     return data, val, source, config, tokenizer
-
-
-def load(args, source, config, tokenizer) -> Llama:
-    """The model, with float32 weights."""
-    if source:
-        model = Llama.from_pretrained(source, args.device, torch.float32, config.mask_id)
-        for weight in model.parameters():   # mapped from the file: as aligned in memory as weights that never stopped,
-            weight.data = weight.data.clone()   # or matrix products could round differently
-    else:
-        torch.manual_seed(args.seed)
-        model = Llama(config).to(args.device)
-        model.folder = tokenizer.folder
-    model.grad_checkpoint = args.grad_checkpoint
-    return (compile_layers(model) if args.compile else model).train()
-
-
-def draw(args, step, num_rows):
-    """A step's block size k ~ U{min, ..., max}, masking probabilities eta (num_rows, 1) ~ U(0, 1) (Eq. 13), and
-    the generator of the masks: functions of (seed, step)."""
-    seed = (args.seed * 1_000_003 + step) % 2**32   # 32 bits: the CPU's generator ignores any more
-    generator = torch.Generator().manual_seed(seed)
-    k = int(torch.randint(args.block_size_min, args.block_size_max + 1, (1,), generator=generator))
-    if args.device != "cpu":   # k was drawn on the host, and nobody waits for the device
-        generator = torch.Generator(args.device).manual_seed(seed)
-    eta = torch.rand(num_rows, 1, generator=generator, device=args.device)
-    if args.full_mask_prob:   # draft-aware noise (method section 10): some rows show nothing of their blocks
-        eta[torch.rand(num_rows, 1, generator=generator, device=args.device) < args.full_mask_prob] = 1.0
-    return k, eta, generator
-
-
-def losses(model, args, b, k, eta, generator, num_targets=None):
-    """One forward's loss; autocast keeps float32 weights and runs the matrix products in --dtype."""
-    b = b.to(args.device)
-    loss_mask, ntp_mask = targets(b, k)   # (B, L)
-    with torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-        if args.objective == "ntp":
-            return ntp_loss(model, b.tokens, ntp_mask, b.doc_ids, num_targets)
-        return sbd_loss(model, b.tokens, k, loss_mask, ntp_mask, b.doc_ids, num_targets,
-                        args.ntp_weight, args.matp_weight, eta, generator, args.attention)
-
-
-@torch.no_grad()
-def validate(model, args, rows):
-    """Mean NTP and MATP losses over the first --eval_rows rows, nats, always with the same noise."""
-    model.eval()
-    found = []
-    for i in range(0, min(args.eval_rows, len(rows)), args.batch_size):
-        b = batch(rows, range(i, min(i + args.batch_size, args.eval_rows, len(rows))))
-        result = losses(model, args, b, *draw(args, i, len(b.tokens)))
-        found.append(torch.stack((result.ntp, result.matp)))
-    model.train()
-    return torch.stack(found).mean(0).tolist()
-
-
-def learning_rate(args, step):
-    """Linear warmup, then a cosine from lr to min_lr."""
-    if step < args.warmup_steps:
-        return args.lr * (step + 1) / args.warmup_steps
-    done = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
-    return args.min_lr + 0.5 * (args.lr - args.min_lr) * (1 + math.cos(math.pi * min(done, 1.0)))
-
-
-def make_optimizer(model, args):
-    """AdamW; weight decay pulls on matrices only, not on the gains of the norms."""
-    groups = [dict(params=[w for w in model.parameters() if w.dim() == 2], weight_decay=args.weight_decay),
-              dict(params=[w for w in model.parameters() if w.dim() != 2], weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), fused=True)
-
-
-def save(model, optimizer, args, step, **more):
-    """Write a checkpoint aside, rename it into place, and only then remove the ones before it."""
-    final, aside = args.out_dir / f"step-{step:08d}", args.out_dir / f"tmp-{step:08d}"
-    shutil.rmtree(aside, ignore_errors=True)
-    model.save_pretrained(aside)
-    state = dict(optimizer=optimizer.state_dict(), step=step, **more,
-                 args={name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()})
-    write_whole(aside / "train_state.pt", lambda path: torch.save(state, path))
-    flush_folder(aside)
-    os.replace(aside, final)
-    flush_folder(args.out_dir)
-    model.folder = final   # the next checkpoint takes its tokenizer files from here, not from one that is gone by then
-    for old in args.out_dir.glob(CHECKPOINTS):
-        if old != final:
-            shutil.rmtree(old)
-
-
-def flush_folder(folder):
-    """Renames inside a folder reach the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def on_signals(handler):
@@ -274,111 +514,24 @@ def exit_at_once(number, frame):
     sys.exit(128 + number)   # 130 for Ctrl-C, 143 for SIGTERM
 
 
-def train(argv=None):
+def main(argv=None):
     on_signals(exit_at_once)
     args = parse(argv)
-    data, val, source, config, tokenizer = check(args)
-    model = load(args, source, config, tokenizer)
-    copies = args.block_size_max - 1 if args.objective == "sbd" else 0   # stop copies behind a document (method section 3)
-    rows = pack(data, args.seq_len, copies, args.seed)
-    val_rows = pack(val, args.seq_len, copies, args.seed) if val and args.eval_rows else None
-    optimizer = make_optimizer(model, args)
-    start, log_path = 0, args.out_dir / "log.csv"
-    sums = torch.zeros(2, device=args.device)   # of the ntp and matp losses since the last line; read only at the next
-    num_summed = 0                              # steps in them
-    lines = ["step,ntp_loss,matp_loss,val_ntp_loss,val_matp_loss,lr,tokens_per_s\n"]
+    found = check(args)
     args.out_dir.mkdir(parents=True, exist_ok=True)
-    for old in [*args.out_dir.glob("tmp-*"), *(args.out_dir.glob(CHECKPOINTS) if args.overwrite else ())]:
-        shutil.rmtree(old)   # what a kill left, and what the user gave up
-    if args.overwrite:
-        (args.out_dir / "config.json").unlink(missing_ok=True)
-    if args.resume:
-        state = torch.load(newest(args.out_dir) / "train_state.pt", map_location=args.device, weights_only=True)
-        optimizer.load_state_dict(state["optimizer"] | dict(param_groups=optimizer.state_dict()["param_groups"]))
-        start, sums, num_summed = state["step"], state["sums"], state["num_summed"]
-        if log_path.exists():   # a kill may have left lines behind the checkpoint, the last one torn
-            written = log_path.read_text().splitlines(keepends=True)[1:]
-            lines += [line for line in written if line.endswith("\n") and int(line.split(",")[0]) <= start]
-    write_whole(log_path, lambda path: path.write_text("".join(lines)))
-    print(f"{args.objective} on {args.dataset}: {sum(w.numel() for w in model.parameters()) / 1e6:.2f}M parameters, steps "
-          f"{start} to {args.max_steps} of {args.batch_size * args.grad_accum} x {args.seq_len} tokens, {args.device} "
-          f"{args.dtype}, into {args.out_dir}", flush=True)
-
-    stop = []   # the first Ctrl-C or SIGTERM ends the run after the step at hand, a second one at once
-    on_signals(lambda number, frame: exit_at_once(number, frame) if stop else stop.append(number))
-    B, per_step = args.batch_size, args.batch_size * args.grad_accum   # rows
-    first_bad = torch.full((), math.inf, device=args.device)   # the first step that was not finite
-    began = line_time = time.time()
-    line_step = start
-    for step in range(start, args.max_steps):
-        k, eta, generator = draw(args, step, per_step)
-        lr = learning_rate(args, step)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        batches = [batch(rows, range(i, i + B)) for i in range(step * per_step, (step + 1) * per_step, B)]
-        num_targets = sum(map(num_ntp_targets, batches))   # one constant for the whole step: Eq. 14 of the large batch
-        for i, b in enumerate(batches):
-            result = losses(model, args, b, k, eta[i * B:(i + 1) * B], generator, num_targets)
-            result.loss.backward()
-            sums += torch.stack((result.ntp, result.matp)) / args.grad_accum
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        done, num_summed = step + 1, num_summed + 1
-        first_bad = torch.where(torch.isfinite(norm + sums.sum()), first_bad, first_bad.clamp(max=done))
-
-        save_now = done % args.eval_interval == 0 or done == args.max_steps
-        line_now = done % args.log_interval == 0 or save_now
-        if not (line_now or stop):
-            continue   # from here on the host waits for the device
-        checked = validate(model, args, val_rows) if save_now and val_rows else []
-        bad = min(first_bad.item(), math.inf if all(map(math.isfinite, checked)) else done)
-        if bad < math.inf:
-            good = newest(args.out_dir)
-            advice = f"{good} is the last good checkpoint: --resume" if good else "there is no checkpoint yet: start again"
-            sys.exit(f"train.py: the loss or its gradient is not finite at step {bad:.0f}; {advice} with a lower --lr")
-        if line_now:
-            ntp, matp = (sums / num_summed).tolist()   # nats
-            rate = (done - line_step) * per_step * args.seq_len / (time.time() - line_time)   # tokens a second
-            left = (args.max_steps - done) * (time.time() - began) / (done - start) / 60      # minutes
-            print(f"step {done:5d}  ntp {ntp:.4f}  matp {matp:.4f}  lr {lr:.2e}  {rate:,.0f} tokens/s  {left:.1f} min left"
-                  + (f"  validation ntp {checked[0]:.4f} matp {checked[1]:.4f}" if checked else ""), flush=True)
-            with log_path.open("a") as file:
-                file.write(",".join([str(done), *(f"{x:.9g}" if x != "" else x for x in (ntp, matp, *(checked or ("", "")))),
-                                     f"{lr:.6g}", f"{rate:.0f}"]) + "\n")
-            sums.zero_()
-            num_summed, line_step, line_time = 0, done, time.time()
-        if save_now:
-            save(model, optimizer, args, done, sums=sums, num_summed=num_summed)
-        if stop:
-            if not save_now:
-                save(model, optimizer, args, done, sums=sums, num_summed=num_summed)
-            print(f"stopped at step {done}; go on with: python train.py --resume --out_dir={args.out_dir}")
-            exit_at_once(stop[0], None)
-    on_signals(exit_at_once)
-    finish(model, args, tokenizer)
-
-
-def finish(model, args, tokenizer):
-    """The finished model as a folder of its own in out_dir, bfloat16; on word problems, how well it decodes."""
-    model.to(torch.bfloat16).save_pretrained(args.out_dir)
-    flush_folder(args.out_dir)
-    print(f"finished: python generate.py --init_from={args.out_dir} --prompt=...", flush=True)
-    if args.sample_problems and HERE / "data" / args.dataset == WORD_PROBLEMS:
-        from data.word_problems.prepare import problems
-        model = Llama.from_pretrained(args.out_dir, args.device, torch.float32)   # what was saved, and not compiled
-        longest = max(16, args.block_size_max) if args.objective == "sbd" else 0
-        cells = [dict(mode="ntp")] + [cell for cell in CELLS if cell["block_size"] <= longest]
-        print(table(sweep(model, tokenizer, problems("val", args.sample_problems), cells)))
-
-
-def main(argv=None):
-    try:
-        train(argv)
-    except (ValueError, OSError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    with locked(args.out_dir):
+        opened = open_run(args, *found)
+        weights = sum(w.numel() for w in opened.model.parameters())
+        print(f"{args.objective} on {args.dataset}: {weights / 1e6:.2f}M parameters, steps {opened.step} to "
+              f"{args.max_steps} of {args.batch_size * args.grad_accum} x {args.seq_len} tokens, "
+              f"{args.device} {args.dtype}, into {args.out_dir}", flush=True)
+        # The first Ctrl-C or SIGTERM ends the run after the step at hand, a second one at once.
+        stop = opened.stop
+        on_signals(lambda number, frame: exit_at_once(number, frame) if stop else stop.append(number))
+        train(opened, args)
+        on_signals(exit_at_once)
+        finish(opened.model, args, opened.files)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

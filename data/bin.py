@@ -11,6 +11,7 @@ B rows, L tokens a row, k = block_size. One folder is one data set, SPLIT is tra
 
 Files are memory mapped, and packing reads only SPLIT.docs.bin, so a set may be larger than memory.
 """
+import contextlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -18,6 +19,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+try:
+    import fcntl
+except ImportError:   # Windows
+    fcntl = None
 
 FILES = {".bin": np.uint32, ".mask.bin": np.uint8, ".docs.bin": np.int64}
 
@@ -91,6 +97,23 @@ def write_set(dir, splits, stop_ids, vocab_size, **about):
         for name in [f"{split}{end}.tmp" for split in splits for end in FILES] + ["meta.json.tmp"]:
             (dir / name).unlink(missing_ok=True)
     return counts
+
+
+@contextlib.contextmanager
+def locked(folder):
+    """Nobody else writes into `folder` meanwhile: a lock that dies with its process, where the system has one.
+
+    ValueError, one line, if another process holds it.
+    """
+    if fcntl is None:                      # Windows
+        yield
+        return
+    with open(Path(folder) / ".lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"{folder} is being written by another process: wait for it, or give another folder") from None
+        yield
 
 
 # ---------------------------------------------------------------------------------------- reading

@@ -1,4 +1,5 @@
-"""The joint loss of Eq. 14 against its definition, evaluated one target at a time in float64, packed rows included."""
+"""The joint loss of Eq. 14 against its definition, evaluated one target at a time in float64, packed rows
+included."""
 import itertools
 import math
 import sys
@@ -17,14 +18,16 @@ from model import Llama, LlamaConfig                         # noqa: E402
 from sbd_loss import mask_tokens, ntp_loss, sbd_loss          # noqa: E402
 
 V, MASK, STOP = 31, 30, 7
-# Float64: both sides sum the same terms of order 1 in another order; unit roundoff 1e-16 times some hundreds of them.
+# Float64: both sides sum the same terms of order 1 in another order; unit roundoff 1e-16 times some hundreds
+# of them.
 ROUNDING = 1e-12
 
 
 def tiny_model(seed=0, dtype=torch.float64, **changes):
     """Random weights, large enough that attention is far from uniform."""
-    model = Llama(LlamaConfig(**dict(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2, mask_id=MASK,
-                                     num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False) | changes))
+    shape = dict(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2, mask_id=MASK,
+                 num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+    model = Llama(LlamaConfig(**shape | changes))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for w in model.parameters():
@@ -41,7 +44,8 @@ def dense(may):
     def attend(layer, q, k, v):
         G = q.shape[1] // k.shape[1]
         scores = q @ k.repeat_interleave(G, 1).transpose(-1, -2) / q.shape[-1] ** 0.5
-        return scores.masked_fill(~may.reshape(-1, 1, *may.shape[-2:]), -torch.inf).softmax(-1) @ v.repeat_interleave(G, 1)
+        return scores.masked_fill(~may.reshape(-1, 1, *may.shape[-2:]),
+                                  -torch.inf).softmax(-1) @ v.repeat_interleave(G, 1)
     return attend
 
 
@@ -68,7 +72,8 @@ def one_by_one(model, tokens, noisy, is_masked, block_size, doc_ids=None):
         for start, end in documents(None if doc_ids is None else doc_ids[b].tolist(), len(x)):
             for i in range(start, end - 1):
                 n = i + 1 - start
-                ntp[b, i + 1] = cross_entropy_at_end(model, x[start:i + 1], n - 1, x[i + 1], torch.ones(n, n).tril().bool())
+                ntp[b, i + 1] = cross_entropy_at_end(model, x[start:i + 1], n - 1, x[i + 1],
+                                                     torch.ones(n, n).tril().bool())
             for i in range(start, end):
                 if masked[i]:
                     block = i - (i - start) % block_size
@@ -80,17 +85,20 @@ def one_by_one(model, tokens, noisy, is_masked, block_size, doc_ids=None):
 
 
 def joint(ntp, matp, loss_mask, ntp_mask, num_targets, ntp_weight, matp_weight):
-    """Section 3, step 6, from the tables of one_by_one -> loss, mean NTP, mean MATP; masks are lists of lists or None."""
+    """Section 3, step 6, from the tables of one_by_one -> loss, mean NTP, mean MATP; masks are lists of lists
+    or None."""
     ntp_mask = loss_mask if ntp_mask is None else ntp_mask
     ntp = [nats for (b, i), nats in ntp.items() if ntp_mask is None or ntp_mask[b][i]]
     matp = [nats for (b, i), nats in matp.items() if loss_mask is None or loss_mask[b][i]]
-    loss = (ntp_weight * sum(ntp) + matp_weight * sum(matp)) / max(len(ntp) if num_targets is None else num_targets, 1)
+    loss = (ntp_weight * sum(ntp) + matp_weight * sum(matp)) / max(len(ntp)
+                                                                   if num_targets is None else num_targets, 1)
     return loss, sum(ntp) / max(len(ntp), 1), sum(matp) / max(len(matp), 1)
 
 
 def assert_equal(ours, truth, tolerance=ROUNDING):
     for name, wanted in zip(("loss", "ntp", "matp"), truth):
-        assert getattr(ours, name).item() == pytest.approx(torch.as_tensor(wanted).item(), rel=tolerance, abs=tolerance), name
+        assert getattr(ours, name).item() == pytest.approx(torch.as_tensor(wanted).item(), rel=tolerance,
+                                                           abs=tolerance), name
 
 
 def gradients(model, loss):
@@ -105,7 +113,8 @@ def assert_same_gradients(ours, truth, tolerance=ROUNDING):
 def fix_noise(monkeypatch, is_masked):
     """Let sbd_loss mask exactly these positions; is_masked (B, L)."""
     monkeypatch.setattr(sbd_loss_file, "mask_tokens",
-                        lambda tokens, mask_id, eta, generator: (torch.where(is_masked, mask_id, tokens), is_masked))
+                        lambda tokens, mask_id, eta, generator: (torch.where(is_masked, mask_id, tokens),
+                                                                 is_masked))
 
 
 # ------------------------------------------------------------------------------------- the loss itself
@@ -115,7 +124,7 @@ PACKED = torch.tensor([[0] * 4 + [1] * 1 + [2] * 6, [5] * 9 + [3] * 2])      # i
 ETAS = {"drawn": None, "0": 0.0, "1": torch.ones(2, 1), "mixed": torch.tensor([[0.2], [0.8]])}
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 11, 16])                   # divides L, leaves a last short block, is longer
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 11, 16])   # divides L, leaves a short block, is longer
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("eta", list(ETAS))
 def test_loss_equals_definition_one_target_at_a_time(block_size, is_packed, eta):
@@ -124,51 +133,59 @@ def test_loss_equals_definition_one_target_at_a_time(block_size, is_packed, eta)
     def seeded():
         return torch.Generator().manual_seed(block_size)
     noisy, is_masked = mask_tokens(tokens, MASK, ETAS[eta], seeded())
-    assert is_masked.all() if eta == "1" else not is_masked.any() if eta == "0" else 0 < is_masked.sum() < 2 * L
+    count = int(is_masked.sum())
+    assert count == 2 * L if eta == "1" else count == 0 if eta == "0" else 0 < count < 2 * L
     masks = [None, *(torch.rand(2, 2, L, generator=torch.Generator().manual_seed(1)) < 0.6)]
     with torch.no_grad():
         tables = one_by_one(model, tokens, noisy, is_masked, block_size, doc_ids)
         weights = itertools.cycle([(1.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.3, 2.5)])
         for loss_mask, ntp_mask, num_targets in itertools.product(masks[:2], masks[::2], (None, 37)):
             alpha, beta = next(weights)
-            ours = sbd_loss(model, tokens, block_size, loss_mask, ntp_mask, doc_ids, num_targets, alpha, beta, ETAS[eta], seeded())
-            assert_equal(ours, joint(*tables, *(m if m is None else m.tolist() for m in (loss_mask, ntp_mask)), num_targets,
+            ours = sbd_loss(model, tokens, block_size, loss_mask, ntp_mask, doc_ids, num_targets, alpha, beta,
+                            ETAS[eta], seeded())
+            assert_equal(ours, joint(*tables, *(m if m is None else m.tolist()
+                                                for m in (loss_mask, ntp_mask)), num_targets,
                                      alpha, beta))
 
 
 def test_the_weights_are_1_and_1_by_default():
     model, tokens = tiny_model(), some_tokens(2, L)
     ours = sbd_loss(model, tokens, 4, eta=1.0)
-    wanted = float(ours.ntp + ours.matp * L / (L - 1))                         # 2L MATP targets over 2(L - 1) NTP targets
+    wanted = float(ours.ntp + ours.matp * L / (L - 1))  # 2L MATP targets over 2(L - 1) NTP targets
     assert ours.loss.item() == pytest.approx(wanted, rel=ROUNDING)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("changes", [{}, dict(tie_word_embeddings=True), dict(model_type="qwen3", num_key_value_heads=4)])
+@pytest.mark.parametrize("changes", [{}, dict(tie_word_embeddings=True),
+                                     dict(model_type="qwen3", num_key_value_heads=4)])
 def test_gradients_equal_those_of_the_definition(is_packed, changes):
     model, tokens, doc_ids = tiny_model(**changes), some_tokens(2, L), PACKED if is_packed else None
     loss_mask, ntp_mask = torch.rand(2, 2, L, generator=torch.Generator().manual_seed(2)) < 0.6
     noisy, is_masked = mask_tokens(tokens, MASK, None, torch.Generator().manual_seed(3))
     tables = one_by_one(model, tokens, noisy, is_masked, 3, doc_ids)
     wanted, *_ = joint(*tables, loss_mask.tolist(), ntp_mask.tolist(), 17, 0.7, 1.3)
-    ours = sbd_loss(model, tokens, 3, loss_mask, ntp_mask, doc_ids, 17, 0.7, 1.3, None, torch.Generator().manual_seed(3))
+    ours = sbd_loss(model, tokens, 3, loss_mask, ntp_mask, doc_ids, 17, 0.7, 1.3, None,
+                    torch.Generator().manual_seed(3))
     assert not ours.ntp.requires_grad and not ours.matp.requires_grad
     assert_same_gradients(gradients(model, ours.loss), gradients(model, wanted))
 
 
 def dense_loss(model, tokens, noisy, is_masked, block_size, doc_ids):
-    """Algorithm 1 as printed, corrected: one forward over [x | x_hat] with its (2L, 2L) mask and all logits -> Eq. 14 summed."""
+    """Algorithm 1 as printed, corrected: one forward over [x | x_hat] with its (2L, 2L) mask and all logits
+    -> Eq. 14 summed."""
     B, L = tokens.shape
     i = torch.arange(L)
     doc_ids = torch.zeros_like(tokens) if doc_ids is None else doc_ids
-    start = torch.tensor([[next(s for s, e in documents(row, L) if s <= n < e) for n in range(L)] for row in doc_ids.tolist()])
+    start = torch.tensor([[next(s for s, e in documents(row, L) if s <= n < e) for n in range(L)]
+                          for row in doc_ids.tolist()])
     place, same = i - start, start[:, :, None] == start[:, None]                # (B, L), (B, L, L)
     q, key = place[:, :, None], place[:, None]
     q_block, key_block = q // block_size, key // block_size
     may = torch.cat((torch.cat((same & (key <= q), torch.zeros_like(same)), 2),
                      torch.cat((same & (key_block < q_block), same & (key_block == q_block)), 2)), 1)
     logits = model(torch.cat((tokens, noisy), 1), torch.cat((place, place), 1), dense(may))
-    ntp = F.cross_entropy(logits[:, :L - 1].transpose(1, 2), tokens[:, 1:], reduction="none")[same[:, i[1:], i[:-1]]]
+    ntp = F.cross_entropy(logits[:, :L - 1].transpose(1, 2), tokens[:, 1:],
+                          reduction="none")[same[:, i[1:], i[:-1]]]
     matp = F.cross_entropy(logits[:, L:].transpose(1, 2), tokens, reduction="none")[is_masked]
     return ntp.sum() + matp.sum(), ntp.mean(), matp.mean()
 
@@ -181,7 +198,8 @@ def test_loss_and_gradients_of_long_rows_equal_dense_formulation(length, block_s
     for doc_ids in None, cuts.cumsum(1):
         noisy, is_masked = mask_tokens(tokens, MASK, None, torch.Generator().manual_seed(5))
         total, ntp, matp = dense_loss(model, tokens, noisy, is_masked, block_size, doc_ids)
-        ours = sbd_loss(model, tokens, block_size, doc_ids=doc_ids, num_targets=500, generator=torch.Generator().manual_seed(5))
+        ours = sbd_loss(model, tokens, block_size, doc_ids=doc_ids, num_targets=500,
+                        generator=torch.Generator().manual_seed(5))
         assert_equal(ours, (total / 500, ntp, matp))
         assert_same_gradients(gradients(model, ours.loss), gradients(model, total / 500))
 
@@ -191,7 +209,8 @@ def test_loss_in_float32_equals_float64():
     exact, ours = (sbd_loss(tiny_model(dtype=dtype), tokens, 5, generator=torch.Generator().manual_seed(0))
                    for dtype in (torch.float64, torch.float32))
     assert ours.loss.dtype == torch.float32
-    assert_equal(ours, (exact.loss, exact.ntp, exact.matp), 1e-5)             # float32: roundoff 6e-8, sums over two layers
+    assert_equal(ours, (exact.loss, exact.ntp, exact.matp),
+                 1e-5)             # float32: roundoff 6e-8, sums over two layers
 
 
 def test_without_targets_the_loss_is_0_and_so_are_the_gradients():
@@ -202,7 +221,8 @@ def test_without_targets_the_loss_is_0_and_so_are_the_gradients():
                      sbd_loss(model, tokens, 3, everything, nothing, doc_ids, num_targets, eta=0.0),
                      ntp_loss(model, tokens, nothing, doc_ids, num_targets)):
             assert (ours.loss.item(), ours.ntp.item(), ours.matp.item()) == (0, 0, 0)
-            assert not any(g.any() for g in torch.autograd.grad(ours.loss, model.parameters(), materialize_grads=True,
+            assert not any(g.any() for g in torch.autograd.grad(ours.loss, model.parameters(),
+                                                                materialize_grads=True,
                                                                 allow_unused=True))
 
 
@@ -211,7 +231,8 @@ def test_matp_alone_is_divided_by_at_least_1():
     model, tokens = tiny_model(), some_tokens(1, 4)
     ours = sbd_loss(model, tokens, 3, doc_ids=torch.arange(4)[None], eta=1.0)
     with torch.no_grad():
-        wanted = [cross_entropy_at_end(model, [MASK], 0, x, torch.ones(1, 1).bool()) for x in tokens[0].tolist()]
+        wanted = [cross_entropy_at_end(model, [MASK], 0, x, torch.ones(1, 1).bool())
+                  for x in tokens[0].tolist()]
     assert_equal(ours, (sum(wanted), 0, sum(wanted) / 4))
     one = sbd_loss(model, tokens[:, :1], 3, eta=1.0)                          # L = 1: nothing to predict from
     assert_equal(one, (wanted[0], 0, wanted[0]))
@@ -221,7 +242,8 @@ def test_matp_alone_is_divided_by_at_least_1():
 def test_means_are_reported_whatever_the_weights(weights):
     model, tokens = tiny_model(), some_tokens(2, L)
     plain, weighted = (sbd_loss(model, tokens, 3, num_targets=n, ntp_weight=a, matp_weight=b,
-                                generator=torch.Generator().manual_seed(0)) for n, (a, b) in ((None, (1.0, 1.0)), (99, weights)))
+                                generator=torch.Generator().manual_seed(0))
+                       for n, (a, b) in ((None, (1.0, 1.0)), (99, weights)))
     assert float(weighted.ntp) == float(plain.ntp) > 0 and float(weighted.matp) == float(plain.matp) > 0
 
 
@@ -248,12 +270,14 @@ def packed_batch(tmp_path_factory):
 
 @pytest.mark.parametrize("block_size", [2, 3, 5])
 def test_packed_documents_with_stop_copies_equal_the_documents_one_by_one(packed_batch, block_size):
-    """Section 3: NTP targets are real targets but a document's first; MATP targets are those and, behind a last token that
-    is a target, the copies in its block. A document sees its copies, as clean past and in its noisy blocks."""
+    """Section 3: NTP targets are real targets but a document's first; MATP targets are those and, behind a
+    last token that is a target, the copies in its block. A document sees its copies, as clean past and in its
+    noisy blocks."""
     model, p = tiny_model(), packed_batch
     noisy, is_masked = mask_tokens(p.tokens, MASK, None, torch.Generator().manual_seed(block_size))
     is_ntp, is_matp = ([[False] * 16 for _ in p.tokens] for _ in range(2))
-    for b, (doc_ids, copy, real) in enumerate(zip(p.doc_ids.tolist(), p.is_copy.tolist(), p.loss_mask.tolist())):
+    for b, (doc_ids, copy, real) in enumerate(zip(p.doc_ids.tolist(), p.is_copy.tolist(),
+                                                  p.loss_mask.tolist())):
         for start, end in documents(doc_ids, 16):
             last = max(i for i in range(start, end) if not copy[i])
             for i in range(start, end):
@@ -277,7 +301,8 @@ def test_positions_restart_with_each_document_in_both_halves(monkeypatch):
     """Rotary angles are relative, so no loss shows it but by rounding: what the model is given says so."""
     model, seen = tiny_model(), []
     monkeypatch.setattr(model, "hidden", lambda tokens, positions, attend:
-                        seen.append(positions.expand_as(tokens).tolist()) or Llama.hidden(model, tokens, positions, attend))
+                        seen.append(positions.expand_as(tokens).tolist()) or Llama.hidden(model, tokens,
+                                                                                          positions, attend))
     sbd_loss(model, some_tokens(2, L), 3, doc_ids=PACKED)
     ntp_loss(model, some_tokens(2, L), doc_ids=PACKED)
     sbd_loss(model, some_tokens(1, L), 3)
@@ -295,7 +320,8 @@ def test_ntp_loss_and_gradients_equal_definition(is_packed):
         wanted, mean, _ = joint(ntp, {}, mask if mask is None else mask.tolist(), None, num_targets, 1.0, 1.0)
         ours = ntp_loss(model, tokens, mask, doc_ids, num_targets)
         assert_equal(ours, (wanted, mean, 0.0))
-        assert_same_gradients(gradients(model, ours.loss), torch.autograd.grad(wanted, model.parameters(), retain_graph=True))
+        assert_same_gradients(gradients(model, ours.loss),
+                              torch.autograd.grad(wanted, model.parameters(), retain_graph=True))
 
 
 def test_ntp_loss_of_long_packed_rows_equals_dense_formulation():
@@ -310,15 +336,18 @@ def test_ntp_loss_of_long_packed_rows_equals_dense_formulation():
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_gradient_accumulation_equals_the_large_batch(monkeypatch, is_packed):
-    """Micro-batches divided by the NTP targets of the whole step, however unevenly those lie (section 3, step 6)."""
+    """Micro-batches divided by the NTP targets of the whole step, however unevenly those lie (section 3, step
+    6)."""
     model, tokens = tiny_model(), some_tokens(6, L)
-    loss_mask = torch.rand(6, L, generator=torch.Generator().manual_seed(2)) < torch.tensor([0.1, 0.9, 0.5, 0.0, 1.0, 0.3])[:, None]
+    shares = torch.tensor([0.1, 0.9, 0.5, 0.0, 1.0, 0.3])[:, None]
+    loss_mask = torch.rand(6, L, generator=torch.Generator().manual_seed(2)) < shares
     is_masked = torch.rand(6, L, generator=torch.Generator().manual_seed(3)) < 0.5
     doc_ids = PACKED.repeat(3, 1) if is_packed else None
 
     def loss(rows, num_targets):
         fix_noise(monkeypatch, is_masked[rows])
-        return sbd_loss(model, tokens[rows], 3, loss_mask[rows], doc_ids=None if doc_ids is None else doc_ids[rows],
+        return sbd_loss(model, tokens[rows], 3, loss_mask[rows],
+                        doc_ids=None if doc_ids is None else doc_ids[rows],
                         num_targets=num_targets).loss
 
     large = loss(slice(0, 6), None)
@@ -327,7 +356,8 @@ def test_gradient_accumulation_equals_the_large_batch(monkeypatch, is_packed):
     for cuts in (0, 2, 4, 6), (0, 1, 6), (0, 3, 4, 6):
         micro = [loss(slice(a, b), num_targets) for a, b in zip(cuts, cuts[1:])]
         assert sum(micro).item() == pytest.approx(large.item(), rel=ROUNDING)
-        accumulated = [sum(g) for g in zip(*(torch.autograd.grad(m, model.parameters(), retain_graph=True) for m in micro))]
+        accumulated = [sum(g) for g in zip(*(torch.autograd.grad(m, model.parameters(), retain_graph=True)
+                                             for m in micro))]
         assert_same_gradients(accumulated, torch.autograd.grad(large, model.parameters(), retain_graph=True))
 
 
@@ -346,16 +376,18 @@ def hidden_states(model, monkeypatch, tokens, is_masked, block_size, doc_ids=Non
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_what_may_see_a_token_does_and_nothing_else(monkeypatch, block_size, is_packed):
-    """Perturb token i, then its mask: bit for bit, only clean tokens from i on, later blocks, and i's own block where i is shown
-    there, may change; all within i's document. So a masked token's target never reaches its own logits nor its block's, the
-    noisy half never reaches the clean half, later clean tokens never reach earlier blocks, and documents never meet."""
+    """Perturb token i, then its mask: bit for bit, only clean tokens from i on, later blocks, and i's own
+    block where i is shown there, may change; all within i's document. So a masked token's target never
+    reaches its own logits nor its block's, the noisy half never reaches the clean half, later clean tokens
+    never reach earlier blocks, and documents never meet."""
     model, length = tiny_model(), 14
     tokens, doc_ids = some_tokens(1, length), torch.tensor([[0] * 5 + [1] * 9]) if is_packed else None
     is_masked = torch.rand(1, length, generator=torch.Generator().manual_seed(4)) < 0.5
     assert is_masked.any() and not is_masked.all()
     clean, noisy = hidden_states(model, monkeypatch, tokens, is_masked, block_size, doc_ids)
     for i in range(length):
-        start, end = next((s, e) for s, e in documents(doc_ids[0].tolist() if is_packed else None, length) if s <= i < e)
+        start, end = next((s, e) for s, e in documents(doc_ids[0].tolist() if is_packed else None, length)
+                          if s <= i < e)
         block = {j: (j - start) // block_size for j in range(start, end)}
 
         other = tokens.clone()
@@ -363,7 +395,8 @@ def test_what_may_see_a_token_does_and_nothing_else(monkeypatch, block_size, is_
         clean2, noisy2 = hidden_states(model, monkeypatch, other, is_masked, block_size, doc_ids)
         assert (clean != clean2).any(-1)[0].tolist() == [i <= j < end for j in range(length)]
         assert (noisy != noisy2).any(-1)[0].tolist() == [
-            j in block and (block[j] > block[i] or block[j] == block[i] and not is_masked[0, i].item()) for j in range(length)]
+            j in block and (block[j] > block[i] or block[j] == block[i]
+                            and not is_masked[0, i].item()) for j in range(length)]
 
         flipped = is_masked.clone()
         flipped[0, i] = ~flipped[0, i]
@@ -385,8 +418,8 @@ def test_rows_of_a_batch_never_meet(monkeypatch):
 
 @pytest.mark.parametrize("most", [5 * V, 16 * V + 3, 1])
 def test_head_runs_on_targets_alone_and_on_few_of_them_at_a_time(monkeypatch, most):
-    """Forward and recomputed in backward: no logits of unmasked noisy positions, nor more than LOGITS at a time (one row at
-    least); the loss and the gradients do not depend on it."""
+    """Forward and recomputed in backward: no logits of unmasked noisy positions, nor more than LOGITS at a
+    time (one row at least); the loss and the gradients do not depend on it."""
     model, tokens = tiny_model(), some_tokens(2, 25)
     loss_mask = torch.rand(2, 25, generator=torch.Generator().manual_seed(2)) < 0.8
     is_masked = torch.rand(2, 25, generator=torch.Generator().manual_seed(3)) < 0.3
@@ -418,18 +451,20 @@ class Shapes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.shapes |= {tuple(x.shape) for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, torch.Tensor)}
+        self.shapes |= {tuple(x.shape) for x in (out if isinstance(out, (tuple, list)) else (out,))
+                        if isinstance(x, torch.Tensor)}
         return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_no_mask_per_pair_and_no_logits_of_all_positions_are_built(monkeypatch, dtype):
-    """Forward and backward of a row of 1024: the largest tensor is smaller than one head's (2L, 2L), and the only tensors as
-    wide as the vocabulary are the head's weight and chunks of at most LOGITS elements."""
+    """Forward and backward of a row of 1024: the largest tensor is smaller than one head's (2L, 2L), and the
+    only tensors as wide as the vocabulary are the head's weight and chunks of at most LOGITS elements."""
     model, length, vocab = tiny_model(dtype=dtype, vocab_size=997, mask_id=996), 1024, 997
     monkeypatch.setattr(sbd_loss_file, "LOGITS", 100 * vocab)
     with Shapes() as seen:
-        sbd_loss(model, some_tokens(1, length), 16, doc_ids=torch.zeros(1, length, dtype=torch.long), eta=0.5).loss.backward()
+        sbd_loss(model, some_tokens(1, length), 16, doc_ids=torch.zeros(1, length, dtype=torch.long),
+                 eta=0.5).loss.backward()
     assert max(map(math.prod, seen.shapes)) < (2 * length) ** 2 / 2
     wide = {s for s in seen.shapes if vocab in s and s not in [(vocab,), (vocab, 16), (16, vocab)]}
     assert wide and max(map(math.prod, wide)) <= 100 * vocab
@@ -441,27 +476,32 @@ def test_masked_tokens_are_the_mask_id_and_the_others_untouched():
     tokens = some_tokens(50, 40)
     tokens[0, :5] = MASK                                                       # in the text itself: not noise
     noisy, is_masked = mask_tokens(tokens, MASK, 0.5, torch.Generator().manual_seed(0))
-    assert is_masked.dtype == torch.bool and noisy.dtype == tokens.dtype and noisy.shape == is_masked.shape == tokens.shape
+    assert is_masked.dtype == torch.bool and noisy.dtype == tokens.dtype
+    assert noisy.shape == is_masked.shape == tokens.shape
     assert (noisy[is_masked] == MASK).all() and torch.equal(noisy[~is_masked], tokens[~is_masked])
     assert not is_masked[0, :5].all()
     assert not mask_tokens(tokens, MASK, 0.0)[1].any() and mask_tokens(tokens, MASK, 1.0)[1].all()
 
 
 def test_each_token_is_masked_with_its_rows_probability():
-    """Within 4.5 standard deviations of the binomial, once in 150,000 by chance; and independently of its neighbour."""
+    """Within 4.5 standard deviations of the binomial, once in 150,000 by chance; and independently of its
+    neighbour."""
     eta = torch.tensor([[0.0], [0.05], [0.3], [0.7], [1.0]])
     n = 40_000
-    _, is_masked = mask_tokens(torch.zeros(5, n, dtype=torch.long), MASK, eta, torch.Generator().manual_seed(0))
+    _, is_masked = mask_tokens(torch.zeros(5, n, dtype=torch.long), MASK, eta,
+                               torch.Generator().manual_seed(0))
     for p, row in zip(eta[:, 0].tolist(), is_masked.double()):
         assert abs(row.mean().item() - p) <= 4.5 * math.sqrt(p * (1 - p) / n)
         assert abs((row[1:] * row[:-1]).mean().item() - p * p) <= 4.5 * math.sqrt(3 * p * p * (1 - p * p) / n)
 
 
 def test_eta_is_uniform_and_drawn_once_a_row():
-    """Kolmogorov-Smirnov on each row's share of masks, 1.95 / sqrt(rows): once in 1000 by chance; each share itself is known
-    to 0.5 / sqrt(4000) = 0.008. One eta a row: both halves of a row agree to their binomial noise."""
+    """Kolmogorov-Smirnov on each row's share of masks, 1.95 / sqrt(rows): once in 1000 by chance; each share
+    itself is known to 0.5 / sqrt(4000) = 0.008. One eta a row: both halves of a row agree to their binomial
+    noise."""
     rows, n = 2000, 4000
-    _, is_masked = mask_tokens(torch.zeros(rows, n, dtype=torch.long), MASK, None, torch.Generator().manual_seed(0))
+    _, is_masked = mask_tokens(torch.zeros(rows, n, dtype=torch.long), MASK, None,
+                               torch.Generator().manual_seed(0))
     share = is_masked.double().mean(1).sort().values
     assert (share - (torch.arange(rows) + 0.5) / rows).abs().max() < 1.95 / math.sqrt(rows) + 0.008
     first, second = is_masked.double().view(rows, 2, n // 2).mean(2).unbind(1)
@@ -473,7 +513,9 @@ def test_noise_follows_its_generator_alone():
     def draw(seed, eta=None):
         return mask_tokens(tokens, MASK, eta, torch.Generator().manual_seed(seed))[1]
     model, state = tiny_model(), torch.get_rng_state()
-    assert torch.equal(draw(1), draw(1)) and torch.equal(draw(1, 0.4), draw(1, 0.4)) and not torch.equal(draw(1), draw(2))
-    a, b, c = (sbd_loss(model, tokens, 4, generator=torch.Generator().manual_seed(seed)).loss.item() for seed in (1, 1, 2))
+    assert torch.equal(draw(1), draw(1)) and torch.equal(draw(1, 0.4),
+                                                         draw(1, 0.4)) and not torch.equal(draw(1), draw(2))
+    a, b, c = (sbd_loss(model, tokens, 4, generator=torch.Generator().manual_seed(seed)).loss.item()
+               for seed in (1, 1, 2))
     assert a == b != c
-    assert torch.equal(torch.get_rng_state(), state)                          # the global generator was not touched
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator was not touched

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import cli
 import train
 from data.bin import Dataset, batch, num_ntp_targets, pack, write_set
 from eval import label
@@ -23,7 +24,8 @@ ROOT = Path(train.__file__).parent
 TOKENIZER = ROOT / "data/word_problems"
 EOS, MASK = 510, 511
 # Calls in this order: 4 steps, validation, checkpoint; 4 steps, validation, checkpoint; ...
-SMALL = dict(seq_len=64, batch_size=4, max_steps=12, eval_interval=4, log_interval=3, eval_rows=4, lr=1e-2, warmup_steps=3,
+SMALL = dict(seq_len=64, batch_size=4, max_steps=12, eval_interval=4, log_interval=3, eval_rows=4, lr=1e-2,
+             warmup_steps=3,
              block_size_max=8, device="cpu", dtype="float32", sample_problems=0)
 
 
@@ -32,7 +34,8 @@ def small(tmp_path_factory):
     """Options that train a model of 50k parameters on 300 documents of counting."""
     folder = tmp_path_factory.mktemp("small")
     torch.manual_seed(0)
-    model = Llama(LlamaConfig(512, 32, 64, 2, 4, 2, max_position_embeddings=256, eos_token_id=EOS, mask_id=MASK))
+    model = Llama(LlamaConfig(512, 32, 64, 2, 4, 2, max_position_embeddings=256, eos_token_id=EOS,
+                              mask_id=MASK))
     model.folder = TOKENIZER
     model.save_pretrained(folder / "model")
     rng = np.random.default_rng(0)
@@ -54,7 +57,8 @@ def signal_handlers():
 
 def argv(options, **more):
     options = options | more
-    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items() if value is not None]
+    return [f"--{name}" if value is True else f"--{name}={value}" for name,
+            value in options.items() if value is not None]
 
 
 def losses_of(out_dir):
@@ -63,7 +67,8 @@ def losses_of(out_dir):
 
 
 def same_run(a, b):
-    """Asserts that two finished runs logged the same losses and hold the same weights and states, bit for bit."""
+    """Asserts that two finished runs logged the same losses and hold the same weights and states, bit for
+    bit."""
     assert losses_of(a) == losses_of(b)
     last = train.newest(a).name
     assert last == train.newest(b).name
@@ -111,19 +116,20 @@ def run_and_signal(options, name, call, number, twice=False):
 # ------------------------------------------------------------------------------ stopping and going on
 
 @pytest.mark.parametrize("name, call, left", [
-    ("losses", 8, 4),          # in step 7, behind the log line of step 6, which the checkpoint of step 4 knows nothing of
-    ("write_whole", 3, 4),     # in save at step 8: weights written, optimizer state not
+    ("after", 7, 4),           # in step 7, behind the log line of step 6: newer than the checkpoint of step 4
+    ("write_whole", 7, 4),     # in save at step 8: weights written, optimizer state not
     ("flush_folder", 3, 4),    # in save at step 8: all written, not renamed
     ("flush_folder", 4, 8),    # in save at step 8: renamed, the older checkpoint not removed yet
 ])
-def test_kill_9_leaves_the_last_good_checkpoint_and_resume_is_bit_for_bit(small, whole, tmp_path, name, call, left):
+def test_kill_9_leaves_the_last_good_checkpoint_and_resume_is_bit_for_bit(small, whole, tmp_path, name, call,
+                                                                          left):
     out = tmp_path / "out"
     assert run_and_signal(dict(small, out_dir=out), name, call, signal.SIGKILL).returncode == -signal.SIGKILL
     assert train.newest(out).name == f"step-{left:08d}"
-    assert Llama.from_pretrained(out).lm_head.weight.dtype == torch.float32    # the run under way loads as it is
+    assert Llama.from_pretrained(out).lm_head.weight.dtype == torch.float32   # a run under way loads
     train.main(["--resume", f"--out_dir={out}"])
     same_run(out, whole)
-    assert [path.name for path in out.glob("*-*")] == ["step-00000012"]        # nothing half-written stays behind
+    assert [path.name for path in out.glob("*-*")] == ["step-00000012"]  # nothing half-written stays behind
     for folder in (out, out / "step-00000012"):
         assert (folder / "tokenizer.json").read_bytes() == (TOKENIZER / "tokenizer.json").read_bytes()
 
@@ -140,12 +146,13 @@ def test_kill_9_before_the_first_checkpoint_leaves_a_folder_to_start_again_in(sm
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("name, call, done", [
     ("losses", 1, 1),          # the first step
-    ("losses", 7, 6),          # a step with a log line
+    ("after", 6, 6),           # a step with a log line
     ("validate", 1, 4),        # the evaluation
     ("save", 2, 8),            # a checkpoint
-    ("losses", 14, 12),        # the last step: finishing is left to --resume
+    ("after", 12, 12),         # the last step: finishing is left to --resume
 ])
-def test_ctrl_c_and_sigterm_save_and_resume_as_if_never_stopped(small, whole, tmp_path, monkeypatch, capsys, number, code, name, call, done):
+def test_ctrl_c_and_sigterm_save_and_resume_as_if_never_stopped(small, whole, tmp_path, monkeypatch, capsys,
+                                                                number, code, name, call, done):
     out, calls, original = tmp_path / "out", [], getattr(train, name)
 
     def signalled(*args, **kw):
@@ -158,7 +165,8 @@ def test_ctrl_c_and_sigterm_save_and_resume_as_if_never_stopped(small, whole, tm
     with pytest.raises(SystemExit) as exit:
         train.main(argv(small, out_dir=out))
     assert exit.value.code == code
-    assert f"stopped at step {done}; go on with: python train.py --resume --out_dir={out}" in capsys.readouterr().out
+    how = f"stopped at step {done}; go on with: python train.py --resume --out_dir={out}"
+    assert how in capsys.readouterr().out
     assert train.newest(out).name == f"step-{done:08d}"
     monkeypatch.setattr(train, name, original)
     train.main(["--resume", f"--out_dir={out}"])
@@ -182,14 +190,15 @@ def test_a_finished_run_goes_on_to_more_steps(small, tmp_path):
 
 # ------------------------------------------------------------------------------ losses that are not finite
 
-@pytest.mark.parametrize("call, step, left", [(2, 2, None), (7, 6, "step-00000004"), (9, 8, "step-00000004")])
+@pytest.mark.parametrize("call, step, left", [(2, 2, None), (6, 6, "step-00000004"), (8, 8, "step-00000004")])
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(small, tmp_path, monkeypatch, what, call, step, left):
+def test_non_finite_loss_stops_the_run_and_keeps_the_last_good_checkpoint(small, tmp_path, monkeypatch, what,
+                                                                          call, step, left):
     out, calls, original = tmp_path / "out", [], train.losses
 
     def broken(*args, **kw):
         result = original(*args, **kw)
-        calls.append(0)
+        calls.extend([0] * (len(args) > 5))  # validation gives no num_targets
         if len(calls) == call:
             result.loss = result.loss * math.inf
             result.ntp = result.ntp * math.inf if what == "loss" else result.ntp
@@ -217,8 +226,9 @@ def test_a_checkpoint_is_not_saved_where_the_validation_loss_is_not_finite(small
 
 def refused(arguments, words, capsys):
     capsys.readouterr()
-    with pytest.raises(SystemExit) as exit:
-        train.main(arguments)
+    with pytest.raises(SystemExit) as exit, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py"])
+        cli.run(lambda: train.main(arguments))
     error = capsys.readouterr().err
     assert exit.value.code == 2
     assert words in error and error.count("\n") == 1 and error.startswith("train.py: "), error
@@ -261,14 +271,16 @@ def test_a_missing_data_set_names_its_prepare_script(small, tmp_path, capsys, mo
     (tmp_path / "data/stdlib").mkdir(parents=True)
     (tmp_path / "data/stdlib/prepare.py").touch()
     monkeypatch.setattr(train, "HERE", tmp_path)
-    refused(argv(small, dataset="stdlib", out_dir=tmp_path / "out"), f"run python {tmp_path}/data/stdlib/prepare.py first", capsys)
+    refused(argv(small, dataset="stdlib", out_dir=tmp_path / "out"),
+            f"run python {tmp_path}/data/stdlib/prepare.py first", capsys)
 
 
 def test_the_word_problems_prepare_themselves(small, tmp_path, monkeypatch, capfd):
     """Here with a stand-in for prepare.py, which copies a small set."""
     folder = tmp_path / "data/word_problems"
     folder.mkdir(parents=True)
-    (folder / "prepare.py").write_text(f"import shutil\nshutil.copytree({str(small['dataset'])!r}, {str(folder)!r}, dirs_exist_ok=True)\n")
+    copy = f"shutil.copytree({str(small['dataset'])!r}, {str(folder)!r}, dirs_exist_ok=True)"
+    (folder / "prepare.py").write_text(f"import shutil\n{copy}\n")
     monkeypatch.setattr(train, "HERE", tmp_path)
     monkeypatch.setattr(train, "WORD_PROBLEMS", folder)
     train.main(argv(small, dataset="word_problems", max_steps=1, out_dir=tmp_path / "out"))
@@ -278,8 +290,10 @@ def test_the_word_problems_prepare_themselves(small, tmp_path, monkeypatch, capf
 def test_a_data_set_of_another_vocabulary_is_refused(small, tmp_path, capsys):
     meta = json.loads((small["dataset"] / "meta.json").read_text())
     shutil.copytree(small["dataset"], tmp_path / "other")
-    (tmp_path / "other/meta.json").write_text(json.dumps(meta | dict(tokenizer="some/model", tokenizer_hash="0" * 64)))
-    refused(argv(small, dataset=tmp_path / "other", out_dir=tmp_path / "out"), "another vocabulary, that of some/model", capsys)
+    (tmp_path / "other/meta.json").write_text(json.dumps(meta | dict(tokenizer="some/model",
+                                                                     tokenizer_hash="0" * 64)))
+    refused(argv(small, dataset=tmp_path / "other", out_dir=tmp_path / "out"),
+            "another vocabulary, that of some/model", capsys)
     assert not (tmp_path / "out").exists()
 
 
@@ -299,18 +313,21 @@ def test_training_that_cannot_fit_into_memory_is_refused_before_loading(small, t
     parameters = sum(w.numel() for w in Llama.from_pretrained(small["init_from"]).parameters())
     monkeypatch.setattr(train, "load", lambda *args: pytest.fail("loaded"))
     monkeypatch.setattr(train, "free_memory", lambda device: 16 * parameters - 1)
-    refused(argv(small, out_dir=tmp_path / "out"), "needs 0.0 GiB for weights, gradients and AdamW's states, cpu has", capsys)
+    refused(argv(small, out_dir=tmp_path / "out"),
+            "needs 0.0 GiB for weights, gradients and AdamW's states, cpu has", capsys)
 
 
 def test_an_output_folder_of_another_run_is_kept(small, whole, tmp_path, capsys):
     out = tmp_path / "out"
     shutil.copytree(whole, out)
     files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    refused(argv(small, out_dir=out), "holds another run: give --resume, --overwrite or another --out_dir", capsys)
+    refused(argv(small, out_dir=out), "holds another run: give --resume, --overwrite or another --out_dir",
+            capsys)
     shutil.rmtree(out / "step-00000012")                      # a finished model alone is another run too
     refused(argv(small, out_dir=out), "holds another run", capsys)
     assert all(path.read_bytes() == data for path, data in files.items() if "step-" not in str(path))
-    refused(argv(small, init_from=out, out_dir=out, overwrite=True), "--overwrite would remove what --init_from", capsys)
+    refused(argv(small, init_from=out, out_dir=out, overwrite=True),
+            "--overwrite would remove what --init_from", capsys)
     train.main(argv(small, out_dir=out, overwrite=True, max_steps=4))
     assert [path.name for path in out.glob("step-*")] == ["step-00000004"]
     assert [line.split(",")[0] for line in losses_of(out)] == ["step", "3", "4"]
@@ -318,12 +335,147 @@ def test_an_output_folder_of_another_run_is_kept(small, whole, tmp_path, capsys)
 
 @pytest.mark.parametrize("options, words", [
     (dict(seq_len=32), "--seq_len 32: the run in"), (dict(batch_size=2), "--batch_size 2: the run in"),
-    (dict(grad_accum=2), "--grad_accum 2: the run in"), (dict(block_size_max=16), "--block_size_max 16: the run in"),
+    (dict(grad_accum=2), "--grad_accum 2: the run in"), (dict(block_size_max=16),
+                                                         "--block_size_max 16: the run in"),
     (dict(seed=1), "--seed 1: the run in"), (dict(objective="ntp"), "--objective ntp: the run in"),
-    (dict(dataset="stdlib"), "--dataset stdlib: the run in"), (dict(recipe="paper-8b"), "--recipe paper-8b: the run in"),
+    (dict(dataset="stdlib"), "--dataset stdlib: the run in"), (dict(recipe="paper-8b"),
+                                                               "--recipe paper-8b: the run in"),
     (dict(max_steps=11), "is at step 12 already")])
 def test_resume_with_other_shapes_is_refused(whole, capsys, options, words):
     refused(argv(dict(resume=True, out_dir=whole), **options), words, capsys)
+
+
+# ------------------------------------------------------------------------------ users' files and machines
+
+def damaged_states(state, raw):
+    """Variants of a train_state.pt: name -> bytes, or an object to save in its place."""
+    moments = state["optimizer"]["state"]
+    for cut in (0, 1, 100, len(raw) // 3, len(raw) - 30, len(raw) - 1):
+        yield f"cut at {cut}", raw[:cut]
+    yield "another file", b"PK\x03\x04 no zip"
+    yield "a pickle of code", b"cos\nsystem\n(S'touch /tmp/never'\ntR."
+    for name in ("optimizer", "step", "sums", "args"):
+        yield f"without {name}", {key: value for key, value in state.items() if key != name}
+        for value in (None, "x", -1, [], {}, torch.zeros(3)):
+            yield f"{name} is {value}", state | {name: value}
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        for tensor in (torch.zeros(3), torch.zeros(1000, 1000), torch.zeros((), dtype=torch.int64), None, "x",
+                       1.0):
+            changed = dict(moments) | {0: dict(moments[0]) | {name: tensor}}
+            yield f"state 0's {name} is {tensor}", state | dict(optimizer=state["optimizer"]
+                                                                | dict(state=changed))
+    wrong = moments[0]["exp_avg"].to(torch.float16)
+    yield "half", state | dict(optimizer=dict(state=dict(moments) | {0: dict(moments[0], exp_avg=wrong)}))
+    yield "one state less", state | dict(optimizer=dict(state={i: s for i, s in moments.items() if i}))
+    for name, value in (("lr", "x"), ("batch_size", 1.5), ("device", 3), ("init_from", None),
+                        ("objective", "fast"),
+                        ("grad_clip", True), ("compile", 1), ("seq_len", 10**30)):
+        yield f"args' {name} is {value}", state | dict(args=state["args"] | {name: value})
+
+
+def test_a_damaged_training_state_is_one_line_that_names_it(whole, tmp_path, capsys):
+    """Every tensor's shape and dtype is checked before an optimizer that trusts them gets it."""
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    path = out / "step-00000012/train_state.pt"
+    raw, count = path.read_bytes(), 0
+    state = torch.load(path, weights_only=True)
+    for name, content in damaged_states(state, raw):
+        path.unlink()
+        path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+        capsys.readouterr()
+        code = None
+        try:
+            cli.run(lambda: train.main(["--resume", f"--out_dir={out}", "--max_steps=13"]))
+        except SystemExit as exit:
+            code = exit.code
+        error = capsys.readouterr().err
+        assert code == 2 and error.count("\n") == 1, (name, error)
+        assert "weights_only" not in error and ("train_state.pt" in error or "--" in error), (name, error)
+        count += 1
+    path.write_bytes(raw)
+    train.main(["--resume", f"--out_dir={out}", "--max_steps=13", "--eval_interval=13"])
+    assert count > 60 and train.newest(out).name == "step-00000013"
+
+
+def test_two_trainings_into_one_folder_do_not_mix(small, tmp_path, capsys):
+    from data.bin import locked
+    out = tmp_path / "out"
+    out.mkdir()
+    code = (f"from data.bin import locked\nwith locked({str(out)!r}):\n"
+            "    print('held', flush=True)\n    input()")
+    holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == b"held\n"
+    refused(argv(small, out_dir=out, max_steps=1), "is being written by another process", capsys)
+    holder.kill()                                             # the lock dies with its process
+    holder.wait()
+    with locked(out):
+        pass
+    train.main(argv(small, out_dir=out, max_steps=1))
+
+
+def test_strays_in_the_output_folder_do_no_harm(small, tmp_path):
+    """A newer folder without a state, a link where a checkpoint is written, one of the step to come."""
+    out = tmp_path / "out"
+    train.main(argv(small, out_dir=out, max_steps=4))
+    (out / "step-99999999").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/mine.txt").write_text("mine")
+    (out / "tmp-00000008").symlink_to(tmp_path / "elsewhere")
+    (out / "step-00000008").mkdir()
+    train.main(["--resume", f"--out_dir={out}", "--max_steps=8"])
+    assert train.newest(out).name == "step-00000008"
+    assert (tmp_path / "elsewhere/mine.txt").read_text() == "mine"
+
+
+def test_checkpoints_keep_their_tokenizer_whatever_happens_to_the_folder_it_came_from(small, tmp_path,
+                                                                                      monkeypatch):
+    source, out, original = tmp_path / "model", tmp_path / "out", train.after
+    shutil.copytree(small["init_from"], source)
+
+    def removing(run, args, done, norm):
+        if done == 2:
+            shutil.rmtree(source)
+        if done == 6:
+            shutil.rmtree(train.newest(out))                  # the checkpoint of step 4
+        original(run, args, done, norm)
+
+    monkeypatch.setattr(train, "after", removing)
+    train.main(argv(small, init_from=source, out_dir=out, max_steps=8))
+    for folder in (out, out / "step-00000008"):
+        assert (folder / "tokenizer.json").read_bytes() == (TOKENIZER / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("options", [
+    dict(batch_size=10**12), dict(grad_accum=10**12), dict(seq_len=10**12), dict(max_steps=10**12),
+    dict(block_size_max=10**12), dict(seed=2**70), dict(eval_rows=2**70), dict(log_interval=10**12)])
+def test_huge_numbers_are_refused_at_once(small, tmp_path, capsys, options):
+    refused(argv(small, **dict(out_dir=tmp_path / "out") | options), f"--{next(iter(options))}", capsys)
+
+
+@pytest.mark.parametrize("call", range(1, 9))
+def test_a_full_disk_is_one_line_and_the_last_good_checkpoint_stays(small, tmp_path, capsys, monkeypatch,
+                                                                    call):
+    """Wherever the disk fills up: the log, a weight file, the tokenizer's, the state."""
+    out, calls = tmp_path / "out", []
+    train.main(argv(small, out_dir=out, max_steps=4))
+    before = {path: path.read_bytes() for path in (out / "step-00000004").rglob("*")}
+
+    def full(descriptor, fsync=os.fsync):
+        calls.append(0)
+        if len(calls) == call:
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    refused(["--resume", f"--out_dir={out}", "--max_steps=8"], "No space left on device", capsys)
+    assert {path: path.read_bytes() for path in (out / "step-00000004").rglob("*")} == before
+
+
+def test_a_clock_that_stands_still_divides_by_nothing(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(train.time, "monotonic", lambda: 5.0)
+    train.main(argv(small, out_dir=tmp_path / "out", max_steps=4))
 
 
 # ------------------------------------------------------------------------------ one step
@@ -332,7 +484,8 @@ def options_of(small, **more):
     """Parsed options, and a model with its data, as train() makes them."""
     args = train.parse(argv(small, out_dir="nowhere", **more))
     data, val, source, config, tokenizer = train.check(args)
-    return args, train.load(args, source, config, tokenizer), pack(data, args.seq_len, args.block_size_max - 1, args.seed)
+    return args, train.load(args, source, config, tokenizer), pack(data, args.seq_len,
+                                                                   args.block_size_max - 1, args.seed)
 
 
 def test_accumulated_gradient_is_that_of_the_large_batch(small, tmp_path):
@@ -342,21 +495,23 @@ def test_accumulated_gradient_is_that_of_the_large_batch(small, tmp_path):
     wanted = Llama.from_pretrained(train.newest(one)).state_dict()
     for accum in (2, 8):
         out = tmp_path / str(accum)
-        train.main(argv(small, out_dir=out, batch_size=8 // accum, grad_accum=accum, max_steps=3, log_interval=1))
+        train.main(argv(small, out_dir=out, batch_size=8 // accum, grad_accum=accum, max_steps=3,
+                        log_interval=1))
         for name, weight in Llama.from_pretrained(train.newest(out)).state_dict().items():
-            # AdamW divides by the gradient's own size, so where that is nearly 0 its rounding shows in full: 2% of lr
+            # AdamW divides by the gradient's own size, so where that is nearly 0 its rounding shows in full:
+            # 2% of lr
             torch.testing.assert_close(weight, wanted[name], rtol=0, atol=0.02 * 1e-2)
     args, model, rows = options_of(small)
     whole = batch(rows, range(8))
     parts = [batch(rows, range(i, i + 2)) for i in range(0, 8, 2)]
-    k, eta, generator = train.draw(args, 5, 8)
-    loss = train.losses(model, args, whole, k, eta, generator).loss
+    k, noise = train.draw(args, 5, 8)
+    loss = train.losses(model, args, whole, k, noise).loss
     loss.backward()
     wanted = [w.grad.clone() for w in model.parameters()]
     model.zero_grad()
-    k, eta, generator = train.draw(args, 5, 8)
     num_targets = sum(map(num_ntp_targets, parts))
-    results = [train.losses(model, args, b, k, eta[2 * i:2 * i + 2], generator, num_targets).loss for i, b in enumerate(parts)]
+    results = [train.losses(model, args, b, k, masked, num_targets).loss for b,
+               masked in zip(parts, noise.split(2))]
     torch.testing.assert_close(sum(results), loss, rtol=1e-5, atol=0)          # float32 sums in another order
     sum(results).backward()
     for w, gradient in zip(model.parameters(), wanted):
@@ -367,7 +522,8 @@ def test_learning_rate_is_linear_then_cosine():
     args = train.parse(["--lr=0.5", "--min_lr=0.1", "--warmup_steps=10", "--max_steps=110"])
     rates = [train.learning_rate(args, step) for step in range(120)]
     assert rates[:10] == pytest.approx([0.05 * i for i in range(1, 11)])
-    assert rates[10] == pytest.approx(0.5) and rates[60] == pytest.approx(0.3) and rates[110:] == pytest.approx([0.1] * 10)
+    assert rates[10] == pytest.approx(0.5) and rates[60] == pytest.approx(0.3)
+    assert rates[110:] == pytest.approx([0.1] * 10)
     assert rates[35] == pytest.approx(0.1 + 0.4 * (1 + math.cos(math.pi / 4)) / 2)
     args = train.parse(["--warmup_steps=0", "--max_steps=1", "--lr=0.5"])
     assert train.learning_rate(args, 0) == 0.5
@@ -375,38 +531,85 @@ def test_learning_rate_is_linear_then_cosine():
 
 def test_block_size_is_uniform_and_both_ends_are_drawn():
     args = train.parse(["--block_size_min=2", "--block_size_max=16", "--device=cpu"])
-    drawn = np.bincount([train.draw(args, step, 1)[0] for step in range(6000)], minlength=17)
+    drawn = np.bincount([train.draw(args, step, 0)[0] for step in range(6000)], minlength=17)
     assert drawn[:2].sum() == 0 and len(drawn) == 17
     assert (((drawn[2:] - 400) ** 2) / 400).sum() < 36.1     # chi-square, 14 degrees of freedom: 1 in 1000
 
 
-def test_noise_follows_from_seed_and_step_alone():
-    a, b = train.parse(["--device=cpu"]), train.parse(["--device=cpu", "--seed=1"])
-    eta = [[train.draw(args, step, 64)[1] for step in range(40)] for args in (a, a, b)]
-    assert torch.equal(torch.stack(eta[0]), torch.stack(eta[1]))
-    flat = torch.cat((torch.stack(eta[0]), torch.stack(eta[2])))               # no step of either seed repeats another
-    assert len({tuple(row) for row in flat[..., 0].tolist()}) == 80
-    assert abs(float(flat.mean()) - 0.5) < 4 / math.sqrt(12 * flat.numel())    # U(0, 1), four standard errors
+def test_noise_follows_from_seed_step_and_row_alone():
+    """Method section 12: a row's noise does not depend on how many rows a step has; no row repeats
+    another's."""
+    a, b = (train.parse(["--device=cpu", f"--seed={seed}"]) for seed in (0, 1))
+    noise = [[train.draw(args, step, 8)[1] for step in range(40)] for args in (a, a, b)]
+    assert torch.equal(torch.stack(noise[0]), torch.stack(noise[1]))
+    assert torch.equal(train.draw(a, 3, 2)[1], noise[0][3][:2])
+    rows = torch.cat(noise[0] + noise[2])
+    shares = rows.double().mean(-1)                                            # a row's eta, nearly
+    assert len({bytes(row.numpy()) for row in rows}) > 0.98 * len(rows)        # but those of eta near 0 and 1
+    assert abs(float(shares.mean()) - 0.5) < 4 / math.sqrt(12 * len(shares))   # U(0, 1), four standard errors
+    assert abs(float(shares.var()) - 1 / 12) < 0.015                           # and its variance
 
 
 def test_full_mask_prob_is_the_share_of_rows_that_are_all_masks():
-    args = train.parse(["--full_mask_prob=0.3", "--device=cpu"])
-    eta = torch.cat([train.draw(args, step, 50)[1] for step in range(100)])
-    assert abs(float((eta == 1).double().mean()) - 0.3) < 4 * math.sqrt(0.3 * 0.7 / 5000)
-    assert not (train.draw(train.parse(["--device=cpu"]), 0, 5000)[1] == 1).any()
+    args = train.parse(["--full_mask_prob=0.3", "--device=cpu", "--seq_len=128"])
+    full = torch.cat([train.draw(args, step, 50)[1] for step in range(100)]).all(-1)
+    assert abs(float(full.double().mean()) - 0.3) < 4 * math.sqrt(0.3 * 0.7 / 5000) + 1 / 128
+    plain = train.draw(train.parse(["--device=cpu"]), 0, 5000)[1].all(-1)      # eta ~ U(0, 1): 1 in 513
+    assert plain.sum() < 40
+
+
+@pytest.mark.parametrize("options", [dict(), dict(full_mask_prob=0.5), dict(objective="ntp")])
+def test_a_step_is_the_same_sums_for_every_split_into_micro_batches(small, options):
+    """Method section 12, in float64: 1 x 4, 2 x 2 and 4 x 1 rows give the same gradient and the same logged
+    losses."""
+    found = []
+    for size in (4, 2, 1):
+        args, model, rows = options_of(small, batch_size=size, grad_accum=4 // size, **options)
+        model = model.double()
+        k, noise = train.draw(args, 7, 4)
+        parts = [batch(rows, range(28 + i, 28 + i + size)) for i in range(0, 4, size)]
+        num_targets = sum(map(num_ntp_targets, parts))
+        sums = torch.zeros(4, dtype=torch.float64)
+        for b, masked in zip(parts, noise.split(size)):
+            result = train.losses(model, args, b, k, masked, num_targets)
+            result.loss.backward()
+            sums += train.totals(result)
+        found.append([torch.tensor(train.means(sums))] + [w.grad for w in model.parameters()])
+    for other in found[1:]:
+        for ours, theirs in zip(other, found[0]):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_validation_does_not_depend_on_batch_size_and_is_a_mean_over_targets(small):
+    args, model, _ = options_of(small, eval_rows=7)
+    rows = pack(Dataset(small["dataset"], "val"), args.seq_len, args.block_size_max - 1, args.seed)
+    found = []
+    for args.batch_size in (1, 2, 3, 7, 64):
+        found.append(train.validate(model.double(), args, rows))
+    assert all(f == pytest.approx(found[0], rel=1e-10) for f in found)
+    sums = np.zeros(4)
+    for i in range(7):                                                         # row by row, by hand
+        k, noise = train.draw(args, i, 1)
+        r = train.losses(model, args, batch(rows, [i]), k, noise)
+        sums += [float(r.ntp) * int(r.num_ntp), int(r.num_ntp), float(r.matp) * int(r.num_matp),
+                 int(r.num_matp)]
+    assert found[0] == pytest.approx([sums[0] / sums[1], sums[2] / sums[3]], rel=1e-10)
 
 
 def test_weights_stay_float32_where_bfloat16_would_round_updates_away(small, tmp_path):
-    train.main(argv(small, out_dir=tmp_path / "out", dtype="bfloat16", lr=1e-5, warmup_steps=0, weight_decay=0, max_steps=2))
-    before, after = (Llama.from_pretrained(folder).state_dict() for folder in (small["init_from"], train.newest(tmp_path / "out")))
+    train.main(argv(small, out_dir=tmp_path / "out", dtype="bfloat16", lr=1e-5, warmup_steps=0,
+                    weight_decay=0, max_steps=2))
+    before, after = (Llama.from_pretrained(folder).state_dict()
+                     for folder in (small["init_from"], train.newest(tmp_path / "out")))
     name = "model.layers.0.mlp.up_proj.weight"
     assert after[name].dtype == torch.float32 and (after[name] != before[name]).double().mean() > 0.9
-    assert all(value.dtype == torch.float32 for state in optimizer_states(train.newest(tmp_path / "out")) for value in state.values())
-    large = before[name].abs() > 0.01                                          # spacing of bfloat16 there: 6e-5 and up
+    assert all(value.dtype == torch.float32 for state in optimizer_states(train.newest(tmp_path / "out"))
+               for value in state.values())
+    large = before[name].abs() > 0.01  # spacing of bfloat16 there: 6e-5 and up
     step = (after[name] - before[name])[large].to(torch.bfloat16)
     updated = before[name].to(torch.bfloat16)[large] + step
     assert (updated == before[name].to(torch.bfloat16)[large]).double().mean() > 0.9
-    assert Llama.from_pretrained(tmp_path / "out").lm_head.weight.dtype == torch.bfloat16    # the finished model
+    assert Llama.from_pretrained(tmp_path / "out").lm_head.weight.dtype == torch.bfloat16   # finished
 
 
 def test_recomputed_layers_give_the_same_losses(small, whole, tmp_path):
@@ -416,16 +619,18 @@ def test_recomputed_layers_give_the_same_losses(small, whole, tmp_path):
 
 def test_compiled_layers_give_the_same_losses_and_a_new_k_compiles_nothing(small, tmp_path, monkeypatch):
     from torch._dynamo.utils import counters
-    monkeypatch.setattr(torch, "compile", lambda f, compile=torch.compile, **kw: compile(f, backend="aot_eager", **kw))
+    monkeypatch.setattr(torch, "compile", lambda f, compile=torch.compile,
+                        **kw: compile(f, backend="aot_eager", **kw))
     args, plain, rows = options_of(small)
     _, compiled, _ = options_of(small, compile=True)
     torch._dynamo.reset()
     graphs, blocks = [], []
-    for step in range(8):
+    for step in range(16):
         result = []
         for model in (plain, compiled):
-            k, eta, generator = train.draw(args, step, 4)
-            result.append(train.losses(model, args, batch(rows, range(4 * step, 4 * step + 4)), k, eta, generator).loss)
+            k, noise = train.draw(args, step, 4)
+            b = batch(rows, range(4 * step, 4 * step + 4))
+            result.append(train.losses(model, args, b, k, noise).loss)
             result[-1].backward()
         torch.testing.assert_close(result[1], result[0], rtol=1e-5, atol=0)    # float32
         graphs.append(counters["stats"]["unique_graphs"])
@@ -454,7 +659,8 @@ def test_a_preset_without_weights_starts_at_random_from_the_seed(small, tmp_path
 
 def test_a_finished_run_on_word_problems_prints_accuracy_and_speedup(small, tmp_path, capsys):
     args = train.parse(argv(small, dataset="word_problems", out_dir=tmp_path / "out", sample_problems=2))
-    train.finish(Llama.from_pretrained(small["init_from"]), args, Tokenizer(TOKENIZER))
+    files = {name: (TOKENIZER / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
+    train.finish(Llama.from_pretrained(small["init_from"]), args, files)
     printed = capsys.readouterr().out
     assert f"--init_from={tmp_path / 'out'}" in printed and "accuracy" in printed and "NFE speedup" in printed
     assert all(label(cell) in printed for cell in (dict(mode="ntp"), *train.CELLS[:3]))
@@ -468,10 +674,13 @@ def test_ten_steps_on_the_real_smollm2_lower_both_losses_and_load_in_transformer
     tokenizer = Tokenizer(folder)
     ids = tokenizer.encode(Path(json.__file__).read_text())
     documents = [(ids[i:i + 63] + [tokenizer.eos_id], [True] * 64) for i in range(0, 8 * 63, 63)]
-    write_set(tmp_path / "data", dict(train=documents, val=documents[:4]), [tokenizer.eos_id], tokenizer.vocab_size,
+    write_set(tmp_path / "data", dict(train=documents, val=documents[:4]), [tokenizer.eos_id],
+              tokenizer.vocab_size,
               tokenizer=str(folder), tokenizer_hash=tokenizer.hash)
-    out, options = tmp_path / "out", dict(seq_len=64, batch_size=2, eval_rows=4, block_size_max=8, device="cpu", dtype="float32")
-    train.main(argv(options, init_from=folder, dataset=tmp_path / "data", out_dir=out, mask_id=4, max_steps=10, log_interval=1,
+    out, options = tmp_path / "out", dict(seq_len=64, batch_size=2, eval_rows=4, block_size_max=8,
+                                          device="cpu", dtype="float32")
+    train.main(argv(options, init_from=folder, dataset=tmp_path / "data", out_dir=out, mask_id=4,
+                    max_steps=10, log_interval=1,
                     eval_interval=10, lr=1e-4, warmup_steps=2, sample_problems=0))
     rows = [line.split(",") for line in losses_of(out)[1:]]
     assert [row[0] for row in rows] == [str(i) for i in range(1, 11)]
@@ -481,9 +690,12 @@ def test_ten_steps_on_the_real_smollm2_lower_both_losses_and_load_in_transformer
     after = [float(x) for x in rows[-1][3:5]]
     assert after[0] < before[0] - 0.1 and after[1] < before[1] - 0.1, (before, after)   # nats
     shutil.rmtree(train.newest(out))                                           # 1.6 GB
-    model, theirs = Llama.from_pretrained(out, dtype=torch.float32), transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    model = Llama.from_pretrained(out, dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     assert model.config.mask_id == 4
     tokens = torch.tensor([ids[:40]])
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-3, atol=1e-3)   # float32, 30 layers
-    assert transformers.AutoTokenizer.from_pretrained(out)("def f(x):")["input_ids"] == tokenizer.encode("def f(x):")
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-3,
+                                   atol=1e-3)   # float32, 30 layers
+    their_ids = transformers.AutoTokenizer.from_pretrained(out)("def f(x):")["input_ids"]
+    assert their_ids == tokenizer.encode("def f(x):")
