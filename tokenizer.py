@@ -1,14 +1,14 @@
 """The published byte-level BPE vocabularies, encoded by tiktoken.
 
-A checkpoint ships its vocabulary as Meta's `tokenizer.model` (Llama 3: one base64 token and its rank a line) or as
-Hugging Face's `tokenizer.json` (Llama 3.x, Qwen-3, SmolLM2, our own). Both become one `tiktoken.Encoding` that gives
-the ids the checkpoint was trained on. tiktoken merges by the rank of the merged token, tokenizer.json by the order of
-its merges, and its ids need not be in that order: our ranks are therefore places in the list of merges, and `ids`
-maps them to token ids.
+A checkpoint ships its vocabulary as Meta's `tokenizer.model` (Llama 3: one base64 token and its rank a line)
+or as Hugging Face's `tokenizer.json` (Llama 3.x, Qwen-3, SmolLM2, our own). Both become one
+`tiktoken.Encoding` that gives the ids the checkpoint was trained on. tiktoken merges by the rank of the
+merged token, tokenizer.json by the order of its merges, and its ids need not be in that order: our ranks are
+therefore places in the list of merges, and `ids` maps them to token ids.
 
-Known differences, all in text no model has seen: NFC uses Python's Unicode tables, `tokenizers` older ones (marks
-newer than Unicode 9 are reordered differently); characters newer than Unicode 16 may be digits there and not here.
-"""
+Known differences, all in text no model has seen: NFC uses Python's Unicode tables, `tokenizers` older ones
+(marks newer than Unicode 9 are reordered differently); characters newer than Unicode 16 may be digits there
+and not here. """
 
 import base64
 import binascii
@@ -21,31 +21,39 @@ import re
 import shutil
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 from pathlib import Path
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 import regex
 import tiktoken
 
-FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-WANTED = "wanted a byte-level BPE tokenizer.json or Llama 3's tokenizer.model; use a Llama-3, Qwen-3 or SmolLM2 folder"
+from chat_template import Template
+from hf import find_folder
 
-# tokenizer.json writes bytes as printable characters: themselves where printable, else the next one from U+0100.
+FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+         "chat_template.jinja")
+WANTED = ("wanted a byte-level BPE tokenizer.json or Llama 3's tokenizer.model; "
+          "use a Llama-3, Qwen-3 or SmolLM2 folder")
+MOST_IDS, LONGEST = 2**22, 1024   # ids of a vocabulary; characters of a token
+SECONDS = 10.0                    # that an unknown pattern may take for a text
+
+# tokenizer.json writes bytes as printable characters: themselves where printable, else the next one from
+# U+0100.
 PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 CONTROL = [b for b in range(256) if b not in PRINTABLE]
-ALPHABET = {chr(b): b for b in PRINTABLE} | {chr(256 + n): b for n, b in enumerate(CONTROL)}  # character -> byte
+ALPHABET = {chr(b): b for b in PRINTABLE} | {chr(256 + n): b for n,
+                                             b in enumerate(CONTROL)}  # character -> byte
 
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+QWEN = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGIT = r"\p{N}"
-# Single digits cut out first, then GPT2 on what lies between: white space before a digit ends its piece there.
+# Single digits cut out first, then GPT2 on what lies between: white space before a digit ends its piece
+# there.
 DIGIT_GPT2 = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 
 # tiktoken's regex engine backtracks on a stack of fixed depth: a million blanks in a row overflow it.
+WORD = re.compile(r"\w")
 LONG_BLANK = re.compile(r"(?<!\s)\s{100000}")
 PLACEHOLDER = 0x100000  # private-use plane 16
 
@@ -57,12 +65,13 @@ class TokenizerError(ValueError):
 # ----------------------------------------------------------------------------- merges -> ranks
 
 def boundary_holds(left, right, number, halves, merge_rank):
-    """Whether BPE on the text of `left + right` arrives at exactly these two tokens: no merge across their boundary
-    comes first. Undoes the two tokens from the newest merge back, looking at the pair that faced the boundary."""
+    """Whether BPE on the text of `left + right` arrives at exactly these two tokens: no merge across their
+    boundary comes first. Undoes the two tokens from the newest merge back, looking at the pair that faced the
+    boundary."""
     while left in halves or right in halves:
         if number[left] > number[right]:
             limit, left = number[left], halves[left][1]
-        else:  # a tie is the same token twice: the left one was merged first, so the right one is undone first
+        else:  # a tie is the same token twice: the left one was merged first, the right one is undone first
             limit, right = number[right] + 1, halves[right][0]
         if merge_rank.get((left, right), limit) < limit:
             return False
@@ -80,13 +89,13 @@ def merge_alone(token, merge_rank):
 
 
 def merges_to_ranks(vocab, merges, ignore_merges):
-    """tokenizer.json's vocab (token -> id) and merges (list of pairs) -> ({bytes: rank}, {rank: id}), -1 for a byte
-    that the vocabulary lacks.
+    """tokenizer.json's vocab (token -> id) and merges (list of pairs) -> ({bytes: rank}, {rank: id}), -1 for
+    a byte that the vocabulary lacks.
 
-    tiktoken merges any two neighbours whose union is a token, tokenizer.json only listed pairs. Both do the same
-    if every token has the rank of the one merge that makes it from its own text, and if tokens that no merge makes
-    are left out. With `ignore_merges` a piece that is such a token is still found whole, so these go last.
-    """
+    tiktoken merges any two neighbours whose union is a token, tokenizer.json only listed pairs. Both do the
+    same if every token has the rank of the one merge that makes it from its own text, and if tokens that no
+    merge makes are left out. With `ignore_merges` a piece that is such a token is still found whole, so these
+    go last. """
     merge_rank = {pair: 256 + i for i, pair in enumerate(merges)}
     number, halves = dict(ALPHABET), {}  # token -> rank; token -> the two tokens it is merged from
     for pair, rank in merge_rank.items():
@@ -113,7 +122,8 @@ def merges_to_ranks(vocab, merges, ignore_merges):
 # ----------------------------------------------------------------------------- pre-tokenizer -> patterns
 
 def split_patterns(pre_tokenizer):
-    """tokenizer.json's pre_tokenizer -> list of regexes, applied one after the other; a piece is one match."""
+    """tokenizer.json's pre_tokenizer -> list of regexes, applied one after the other; a piece is one
+    match."""
     steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
     *splits, byte_level = steps
     if byte_level["type"] != "ByteLevel" or byte_level.get("add_prefix_space"):
@@ -135,12 +145,19 @@ def split_patterns(pre_tokenizer):
         patterns.append(whole_text(GPT2))
     if patterns == [whole_text(DIGIT), whole_text(GPT2)]:
         return [DIGIT_GPT2]
+    for pattern in patterns:
+        if pattern not in KNOWN and (len(pattern) > 20_000 or regex.match(pattern, "", timeout=1)):
+            raise TokenizerError("splits by a pattern that matches nothing at all, or is too long")
     return patterns or [r"[\s\S]+"]
 
 
 def whole_text(pattern):
     """The pattern, with the text between two matches a match of its own: tiktoken would drop it."""
-    return pattern if pattern == GPT2 else f"{pattern}|(?:(?!{pattern})[\\s\\S])+"  # GPT2 leaves nothing between
+    return pattern if pattern == GPT2 else f"{pattern}|(?:(?!{pattern})[\\s\\S])+"   # GPT2 leaves nothing
+
+
+# Patterns that need no bound on time: those of the published vocabularies.
+KNOWN = {LLAMA3, GPT2, DIGIT_GPT2, *map(whole_text, (DIGIT, LLAMA3, QWEN)), r"[\s\S]+"}
 
 
 # ----------------------------------------------------------------------------- files
@@ -160,16 +177,19 @@ def read_tokenizer_model(path):
     names = named | {i: f"reserved_special_token_{n}" for n, i in enumerate(unnamed)}
     added = {f"<|{names[i]}|>": (128000 + i, True) for i in range(256)}
     return dict(ranks=ranks, ids={r: r for r in ranks.values()}, tokens={r: t for t, r in ranks.items()},
-                added=added, patterns=[LLAMA3], nfc=False, bos="<|begin_of_text|>", eos="<|end_of_text|>")
+                flags={}, added=added, patterns=[LLAMA3], nfc=False, bos="<|begin_of_text|>",
+                eos="<|end_of_text|>")
 
 
 def read_tokenizer_json(path):
     """Hugging Face's tokenizer.json -> the fields of a Tokenizer."""
     content = read_json(path)
     try:
-        model, normalizer = content["model"], content.get("normalizer") or {"type": "Sequence", "normalizers": []}
+        model = content["model"]
+        normalizer = content.get("normalizer") or {"type": "Sequence", "normalizers": []}
         if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
-            kind = model["type"] + (" with byte_fallback (SentencePiece)" if model.get("byte_fallback") else "")
+            kind = model["type"] + (" with byte_fallback (SentencePiece)"
+                                    if model.get("byte_fallback") else "")
             raise TokenizerError(f"is a {kind} tokenizer")
         steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
         if unknown := [step["type"] for step in steps if step["type"] != "NFC"]:
@@ -178,6 +198,8 @@ def read_tokenizer_json(path):
             raise TokenizerError("marks the parts of words")
         patterns = split_patterns(content["pre_tokenizer"] or {"type": "none"})
         added = {t["content"]: (t["id"], bool(t["special"])) for t in content.get("added_tokens") or []}
+        flags = {t["content"]: t for t in content.get("added_tokens") or []}
+        check_ids({**model["vocab"], **{token: id for token, (id, _) in added.items()}})
         vocab = {token: id for token, id in model["vocab"].items() if not added.get(token, (0, False))[1]}
         merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
         ranks, ids = merges_to_ranks(vocab, merges, bool(model.get("ignore_merges")))
@@ -186,12 +208,21 @@ def read_tokenizer_json(path):
             if id not in tokens:
                 known = ALPHABET.keys() >= set(token)
                 tokens[id] = bytes(map(ALPHABET.__getitem__, token)) if known else token.encode()
-        return dict(ranks=ranks, ids=ids, tokens=tokens, added=added, patterns=patterns, nfc=bool(steps),
-                    bos=first_of_template(content.get("post_processor")), eos=None)
+        return dict(ranks=ranks, ids=ids, tokens=tokens, added=added, flags=flags, patterns=patterns,
+                    nfc=bool(steps), bos=first_of_template(content.get("post_processor")), eos=None)
     except TokenizerError as error:
         raise TokenizerError(f"{path} {error}; {WANTED}") from None
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError, regex.error) as error:
         raise TokenizerError(f"{path} is damaged ({type(error).__name__}: {error}); {WANTED}") from None
+
+
+def check_ids(vocab):
+    """What a vocabulary, token -> id, may hold."""
+    for token, id in vocab.items():
+        if type(id) is not int or not 0 <= id < MOST_IDS:
+            raise TokenizerError(f"gives the id {id!r} to a token; ids are whole numbers below {MOST_IDS}")
+        if not 0 < len(token) <= LONGEST:
+            raise TokenizerError(f"has a token of {len(token)} characters; 1 to {LONGEST} can be")
 
 
 def first_of_template(processor):
@@ -202,59 +233,43 @@ def first_of_template(processor):
     return None
 
 
+def is_there(path):
+    """Whether there is such a file; TokenizerError for a folder, a pipe or a device of its name."""
+    if path.exists() and not path.is_file():
+        raise TokenizerError(f"{path} is no regular file; download it again")
+    return path.is_file()
+
+
 def read_json(path):
     """A JSON object; {} if there is no such file. Raises TokenizerError if it is not JSON."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
+        content = json.loads(path.read_text(encoding="utf-8")) if is_there(path) else {}
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is not JSON ({error}); download it again") from None
     if not isinstance(content, dict):
         raise TokenizerError(f"{path} is not a JSON object; download it again")
     return content
 
 
-def fetch(name):
-    """The folder of a checkpoint: `name` itself, or that of a preset or the hub's `owner/name`: only these files."""
-    if Path(name).is_dir():
-        return Path(name)
-    from hf import PRESETS   # only here: the names that stand for hub ids
-    name = PRESETS.get(str(name), (None, None))[1] or name
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name)):
-        raise TokenizerError(f"{name} is no folder; give a checkpoint's folder or a hub id, owner/name")
-    import huggingface_hub  # only here: a local folder needs no network library
-    try:
-        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=list(FILES)))
-    except Exception as error:  # many kinds: no network, no such repository, gated, offline and not cached
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise TokenizerError(f"cannot fetch {name} from the hub: {reason} (gated: set HF_TOKEN; "
-                             "offline: give a folder)") from None
-
-
-class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}`, with which some templates mark replies: renders what it encloses."""
-    tags = {"generation"}
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 # ----------------------------------------------------------------------------- the tokenizer
 
 class Tokenizer:
-    """Text <-> token ids of one checkpoint. `.bos_id`: the id its own tokenizer puts first, or None; `.eos_id`, or
-    None; `.special_ids`: name -> id, never given by encode; `.vocab_size`: the largest id + 1."""
+    """Text <-> token ids of one checkpoint. `.bos_id`: the id its own tokenizer puts first, or None;
+    `.eos_id`, or None; `.special_ids`: name -> id, never given by encode; `.vocab_size`: the largest id +
+    1."""
 
     def __init__(self, folder):
-        """folder: a Path. Raises TokenizerError (a ValueError) if it holds no tokenizer we can reproduce exactly."""
+        """folder: a Path. Raises TokenizerError (a ValueError) if it holds no tokenizer we can reproduce
+        exactly."""
         self.folder = folder
-        if (folder / "tokenizer.json").exists():
+        if is_there(folder / "tokenizer.json"):
             fields = read_tokenizer_json(folder / "tokenizer.json")
-        elif (folder / "tokenizer.model").exists():
+        elif is_there(folder / "tokenizer.model"):
             fields = read_tokenizer_model(folder / "tokenizer.model")
         else:
             raise TokenizerError(f"{folder} has neither tokenizer.json nor tokenizer.model; {WANTED}")
-        self.config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+        self.config = (read_json(folder / "special_tokens_map.json")
+                       | read_json(folder / "tokenizer_config.json"))
         self.patterns, self.nfc, self.added = fields["patterns"], fields["nfc"], fields["added"]
         self.special_ids = {name: id for name, (id, special) in self.added.items() if special}
         tokens = fields["tokens"] | {id: name.encode() for name, (id, _) in self.added.items()}  # id -> bytes
@@ -262,8 +277,12 @@ class Tokenizer:
         self.tokens = [tokens.get(id, b"") for id in range(self.vocab_size)]
         self.ids = [fields["ids"].get(rank, -1) for rank in range(max(fields["ids"]) + 1)]  # rank -> id
         self.missing = bytes(token[0] for token, rank in fields["ranks"].items() if self.ids[rank] < 0)
-        self.bpe = tiktoken.Encoding(str(folder), pat_str=self.patterns[-1], mergeable_ranks=fields["ranks"],
-                                     special_tokens={})
+        self.trusted = KNOWN >= set(self.patterns)   # else under a bound on time, by the engine that has one
+        self.bpe = tiktoken.Encoding(str(folder), pat_str=self.patterns[-1] if self.trusted else GPT2,
+                                     mergeable_ranks=fields["ranks"], special_tokens={})
+        # How an added token is found in text, where it is not simply by its name.
+        self.flags = {name: flags for name, t in fields["flags"].items() if any(flags := tuple(
+            bool(t.get(flag)) for flag in ("lstrip", "rstrip", "single_word")))}
         # Added tokens that are not special (Qwen-3's <think>) are words: text gives them, as in `tokenizers`.
         self.words = any_of(name for name, (_, special) in self.added.items() if not special)
         named = {name: id for id, name in enumerate(self.tokens)}
@@ -273,9 +292,9 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, name_or_dir):
-        """A checkpoint's folder, or a hub id `owner/name` (HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are honoured).
-        Raises TokenizerError."""
-        return cls(fetch(name_or_dir))
+        """A checkpoint's folder, a preset or a hub id `owner/name` (HF_HOME, HF_TOKEN and HF_HUB_OFFLINE
+        apply). Raises ValueError, one line."""
+        return cls(find_folder(name_or_dir, weights=False))
 
     def save(self, folder):
         """Copies the files this tokenizer was read from, so that transformers and vLLM load `folder`."""
@@ -293,15 +312,16 @@ class Tokenizer:
     def hash(self):
         """sha256, hex: equal for two tokenizers only if they give the same ids for every text."""
         order = [id for id in self.ids if id >= 0 and len(self.tokens[id]) > 1]
-        return hashlib.sha256(ascii((self.patterns, self.nfc, sorted(self.added.items()), order, self.tokens))
-                              .encode()).hexdigest()
+        what = (self.patterns, self.nfc, sorted(self.added.items()), order, self.tokens)
+        what += (sorted(self.flags.items()),) if self.flags else ()
+        return hashlib.sha256(ascii(what).encode()).hexdigest()
 
     # -------- text -> ids
 
     def encode(self, text):
-        """Ids of plain text: no BOS, and never a special id, whatever the text. A lone surrogate is encoded as
-        U+FFFD; a byte that the vocabulary lacks (SmolLM2: some control characters) is dropped, as `tokenizers` does.
-        """
+        """Ids of plain text: no BOS, and never a special id, whatever the text. A lone surrogate is encoded
+        as U+FFFD; a byte that the vocabulary lacks (SmolLM2: some control characters) is dropped, as
+        `tokenizers` does. """
         return self.encode_added(text, self.words)
 
     def encode_batch(self, texts):
@@ -315,35 +335,56 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        ids = []
-        for i, part in enumerate(added.split(text) if added else [text]):
-            if i % 2:
-                ids.append(self.added[part][0])
-            elif part:
+        ids, done = [], 0
+        for begin, end, name in (*self.matches(text, added), (len(text), len(text), None)):
+            if part := text[done:begin]:
                 ids += self.encode_plain(part.translate(restore) if restore else part)
+            ids += [] if name is None else [self.added[name][0]]
+            done = end
         return ids
 
+    def matches(self, text, added):
+        """(begin, end, name) of the added tokens in `text`, with the white space that they take along."""
+        done = 0
+        for match in added.finditer(text) if added else ():
+            begin, end, name = *match.span(), match[0]
+            left, right, alone = self.flags.get(name, (False, False, False))
+            if alone and (WORD.fullmatch(text[begin - 1:begin]) or WORD.fullmatch(text[end:end + 1])):
+                continue
+            if left:
+                begin = max(len(text[:begin].rstrip()), done)
+            if right:
+                end += len(text) - end - len(text[end:].lstrip())
+            yield begin, end, name
+            done = end
+
     def encode_plain(self, text):
-        """Ids of text without added tokens: tiktoken, where one pattern splits the text and no byte is missing."""
+        """Ids of text without added tokens: tiktoken, where one pattern splits the text and no byte is
+        missing."""
         text = unicodedata.normalize("NFC", text) if self.nfc else text
-        if len(self.patterns) == 1 and (len(text) < 100000 or not LONG_BLANK.search(text)):
+        if self.trusted and len(self.patterns) == 1 and (len(text) < 100000 or not LONG_BLANK.search(text)):
             ids = [self.ids[rank] for rank in self.bpe.encode_ordinary(text)]
             if not self.missing or -1 not in ids:
                 return ids
         pieces, ids = [text], []
-        for pattern in self.patterns:
-            pieces = [match[0] for piece in pieces for match in regex.finditer(pattern, piece)]
+        try:
+            for pattern in self.patterns:
+                bound = None if self.trusted else SECONDS
+                pieces = [m[0] for piece in pieces for m in regex.finditer(pattern, piece, timeout=bound)]
+        except TimeoutError:
+            raise TokenizerError(f"the pattern of {self.folder}'s tokenizer takes more than {SECONDS:g} seconds "
+                                 "for a text; use another checkpoint") from None
         for piece in map(str.encode, pieces):
-            if len(kept := piece.translate(None, self.missing)) < len(piece):  # merged as if they had never been there
-                piece = kept + self.missing[:1]  # but not found whole: ignore_merges looks for the piece as it was
+            if len(kept := piece.translate(None, self.missing)) < len(piece):   # merged as if never there,
+                piece = kept + self.missing[:1]   # but not found whole: ignore_merges wants it as it was
             ids += [id for rank in self.bpe._encode_single_piece(piece) if (id := self.ids[rank]) >= 0]
         return ids
 
     # -------- ids -> text
 
     def decode_bytes(self, ids):
-        """Bytes of the ids, for streaming: a character may end in a later token. Special ids give their names; ids
-        without a token (Qwen-3's padded rows) nothing."""
+        """Bytes of the ids, for streaming: a character may end in a later token. Special ids give their
+        names; ids without a token (Qwen-3's padded rows) nothing."""
         return b"".join(self.tokens[id] for id in ids if 0 <= id < self.vocab_size)
 
     def decode(self, ids):
@@ -354,28 +395,18 @@ class Tokenizer:
 
     @functools.cached_property
     def chat_template(self):
-        """The checkpoint's compiled chat template. Raises TokenizerError if it has none."""
+        """The checkpoint's chat template. Raises TokenizerError if it has none."""
         file, source = self.folder / "chat_template.jinja", self.config.get("chat_template")
-        if file.exists():
-            source = file.read_text(encoding="utf-8")
+        if file.is_file():
+            source = file.read_text(encoding="utf-8", errors="replace")
         elif isinstance(source, list):  # named ones
-            source = next((t["template"] for t in source if t["name"] == "default"), None)
-        if not source:
-            raise TokenizerError(f"{self.folder} has no chat template (a base model?); use an instruct checkpoint")
-
-        def raise_exception(message):
-            raise jinja2.TemplateError(message)
-
-        def tojson(x, ensure_ascii=False, **options):  # jinja's own escapes HTML
-            return json.dumps(x, ensure_ascii=ensure_ascii, **options)
-
-        env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                           extensions=[jinja2.ext.loopcontrols, GenerationTag])
-        env.filters["tojson"] = tojson
-        env.globals.update(raise_exception=raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
+            named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+            source = named.get("default")
+        if not source or not isinstance(source, str):
+            raise TokenizerError(f"{self.folder} has no chat template (a base model?); use an instruct model")
         try:
-            return env.from_string(source)
-        except jinja2.TemplateError as error:
+            return Template(source)
+        except ValueError as error:
             raise TokenizerError(f"the chat template of {self.folder} does not parse: {error}") from None
 
     def render(self, messages, add_generation_prompt, **variables):
@@ -384,23 +415,26 @@ class Tokenizer:
         roles = {role: text for role, text in roles.items() if isinstance(text, str)}
         variables = {"tools": None, "documents": None} | roles | variables
         try:
-            return self.chat_template.render(messages=messages, add_generation_prompt=add_generation_prompt,
-                                             **variables)
-        except (jinja2.TemplateError, TypeError) as error:
+            return self.chat_template.render(**variables, messages=messages,
+                                             add_generation_prompt=add_generation_prompt)
+        except TokenizerError:
+            raise
+        except ValueError as error:
             raise TokenizerError(f"the chat template refuses these messages: {error}") from None
 
     @functools.cached_property
     def unsafe(self):
-        """What must not reach the template as it is: special tokens' names, their beginnings at the end of a string
-        (the next string could complete them), and the placeholders themselves."""
-        starts = sorted({name[:n] for name in self.special_ids for n in range(1, len(name))}, key=len, reverse=True)
+        """What must not reach the template as it is: special tokens' names, their beginnings at the end of a
+        string (the next string could complete them), and the placeholders themselves."""
+        starts = sorted({name[:n] for name in self.special_ids for n in range(1, len(name))}, key=len,
+                        reverse=True)
         names = any_of(self.special_ids).pattern if self.special_ids else "(?!)"
         return re.compile(f"{names}|(?:{'|'.join(map(re.escape, starts)) or '(?!)'})(?=\\s*\\Z)"
                           f"|[{chr(PLACEHOLDER)}-{chr(0x10FFFD)}]")
 
     def defuse(self, value, found):
-        """`value` (messages: dicts, lists, strings) with everything unsafe replaced by one private-use character
-        each; found: dict text -> character, filled here."""
+        """`value` (messages: dicts, lists, strings) with everything unsafe replaced by one private-use
+        character each; found: dict text -> character, filled here."""
         if isinstance(value, str):
             return self.unsafe.sub(lambda m: found.setdefault(m[0], chr(PLACEHOLDER + len(found))), value)
         if isinstance(value, (list, tuple)):
@@ -408,18 +442,19 @@ class Tokenizer:
         return {k: self.defuse(v, found) for k, v in value.items()} if isinstance(value, dict) else value
 
     def apply_chat_template(self, messages, add_generation_prompt=True, **variables):
-        """messages: [{"role": ..., "content": ...}, ...] -> ids. Only the template writes special tokens: their
-        names inside a message are encoded as ordinary characters. A BOS is there if the template writes one.
-        variables: for the template, such as enable_thinking=False. Raises TokenizerError."""
+        """messages: [{"role": ..., "content": ...}, ...] -> ids. Only the template writes special tokens:
+        their names inside a message are encoded as ordinary characters. A BOS is there if the template writes
+        one. variables: for the template, such as enable_thinking=False. Raises TokenizerError."""
         found = {}
         text = self.render(self.defuse(messages, found), add_generation_prompt, **variables)
         return self.encode_added(text, any_of(self.added), {ord(c): s for s, c in found.items()})
 
     def encode_chat(self, messages, last_only=False, **variables):
-        """messages -> (ids, is_reply), two lists of one length: is_reply marks what the model has to say, each
-        assistant message up to and including its stop token (last_only: the last message only). Prompts and replies
-        are encoded apart, as when generating. Raises TokenizerError if a reply is written differently once more
-        messages follow it (Qwen-3 drops earlier thoughts): call it once a reply, on messages[:i + 1], last_only."""
+        """messages -> (ids, is_reply), two lists of one length: is_reply marks what the model has to say,
+        each assistant message up to and including its stop token (last_only: the last message only). Prompts
+        and replies are encoded apart, as when generating. Raises TokenizerError if a reply is written
+        differently once more messages follow it (Qwen-3 drops earlier thoughts): call it once a reply, on
+        messages[:i + 1], last_only."""
         found, ids, is_reply, done = {}, [], [], 0
         messages, added = self.defuse(messages, found), any_of(self.added)
         restore = {ord(c): s for s, c in found.items()}
@@ -427,7 +462,8 @@ class Tokenizer:
 
         def append(part, reply):
             new = self.encode_added(part, added, restore)
-            stops = [i for i, id in enumerate(new) if id in special]  # a template may write a newline behind the stop
+            stops = [i for i, id in enumerate(new)
+                     if id in special]  # a template may write a newline behind the stop
             count = (stops[-1] + 1 if stops else len(new)) if reply else 0
             ids.extend(new)
             is_reply.extend([True] * count + [False] * (len(new) - count))
@@ -438,8 +474,9 @@ class Tokenizer:
                 prompt = self.render(messages[:i], True, **variables)
                 reply = self.render(messages[:i + 1], False, **variables)
                 if not (reply.startswith(prompt) and text.startswith(reply)):
-                    raise TokenizerError(f"the chat template rewrites message {i} when others follow, or does not "
-                                         "continue its own prompt; encode one reply at a time, last_only=True")
+                    raise TokenizerError(
+                        f"the chat template rewrites message {i} when others follow, or does not continue its "
+                        "own prompt; encode a reply at a time, last_only=True")
                 append(text[done:len(prompt)], False)
                 append(text[len(prompt):len(reply)], True)
                 done = len(reply)
@@ -448,27 +485,62 @@ class Tokenizer:
 
 
 def any_of(names):
-    """A regex that matches any of these names, as one group; None for no names. The longest wins, as in tokenizers."""
+    """A regex that matches any of these names, as one group; None for no names. The longest wins, as in
+    tokenizers."""
     names = sorted(names, key=len, reverse=True)
     return re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
 
 
 class TextStream:
-    """Token ids in, text out as it becomes final: whole characters only, cut in front of the first stop text."""
+    """Token ids in, text out as it becomes final: whole characters only, cut in front of the first stop text.
 
-    def __init__(self, tokenizer, stop_texts=()):
-        self.tokenizer, self.stops, self.held, self.found = tokenizer, [s for s in stop_texts if s], "", False
+    Ids in `skip` (special ones, stop ids) are seen when stop texts are looked for, by their names, and left
+    out of the text. Of several stops the one that is complete first counts, at the same character the
+    longest. `.found`: a stop text is complete, and nothing comes any more. `.tokens`: how many of the ids fed
+    count, all up to the one that completed the stop text. """
+
+    def __init__(self, tokenizer, stop_texts=(), skip=()):
+        self.tokenizer, self.skip = tokenizer, frozenset(skip)
+        self.stops = [stop for stop in stop_texts if stop]
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.seen, self.shown = "", []   # what may be the beginning of a stop text, and which of it is text
+        self.found, self.tokens = False, 0
 
     def feed(self, ids, end=False) -> str:
-        """The text that `ids` make final. What may be the beginning of a stop text is held back until it is not."""
-        if self.found:
-            return ""
-        text = self.held + self.decoder.decode(self.tokenizer.decode_bytes(ids), final=end)
-        cut = min((i for i in (text.find(s) for s in self.stops) if i >= 0), default=None)
-        if cut is not None:
-            self.held, self.found = "", True
-            return text[:cut]
-        keep = 0 if end else max((n for s in self.stops for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])), default=0)
-        self.held = text[len(text) - keep:]
-        return text[:len(text) - keep]
+        """The text that `ids` make final; end: no more will come."""
+        text = ""
+        for id in ids:
+            if self.found:
+                break
+            self.tokens += 1
+            if id in self.skip:          # a character that it cuts in two never becomes whole
+                text += self.see(self.decoder.decode(b"", final=True), True)
+            text += self.see(self.decoder.decode(self.tokenizer.decode_bytes([id])), id not in self.skip)
+        if end and not self.found:
+            text += self.see(self.decoder.decode(b"", final=True), True)
+            text += self.release(0)
+        return text
+
+    def see(self, text, is_text) -> str:
+        """Look at new characters one by one, so that it does not matter how they were cut into tokens."""
+        if not self.stops or self.found:
+            return text if is_text and not self.found else ""
+        out = ""
+        for char in text:
+            self.seen, self.shown = self.seen + char, self.shown + [is_text]
+            complete = max((len(stop) for stop in self.stops if self.seen.endswith(stop)), default=0)
+            keep = complete or max((n for stop in self.stops
+                                    for n in range(1, min(len(stop), len(self.seen) + 1))
+                                    if self.seen.endswith(stop[:n])), default=0)
+            out += self.release(keep)
+            if complete:
+                self.found, self.seen, self.shown = True, "", []
+                break
+        return out
+
+    def release(self, keep) -> str:
+        """All that is held back but its last `keep` characters."""
+        n = len(self.seen) - keep
+        out = "".join(char for char, is_text in zip(self.seen[:n], self.shown) if is_text)
+        self.seen, self.shown = self.seen[n:], self.shown[n:]
+        return out

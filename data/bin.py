@@ -20,6 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hf import need
+
 try:
     import fcntl
 except ImportError:   # Windows
@@ -78,30 +80,33 @@ def write_meta(dir, counts, **about):
     os.close(folder)
 
 
-def write_set(dir, splits, stop_ids, vocab_size, **about):
+def write_set(dir, splits, stop_ids, vocab_size, say=False, **about):
     """Writes a whole data set, splits = {"train": documents, "val": documents}, or leaves the old one.
 
-    about: what else meta.json should say (tokenizer, tokenizer_hash). Returns the counts by split.
+    about: what else meta.json should say (tokenizer, tokenizer_hash). say: print the counts, returned too.
     """
     dir = Path(dir)
     dir.mkdir(parents=True, exist_ok=True)
     stop_ids = sorted(set(stop_ids))
-    try:
-        counts = {split: write_split(dir, split, documents, stop_ids, vocab_size)
-                  for split, documents in splits.items()}
-        for split, count in counts.items():
-            if not count["targets"]:
-                raise ValueError(f"split {split}: nothing to learn from ({count['documents']} documents)")
-        write_meta(dir, counts, vocab_size=vocab_size, stop_ids=stop_ids, **about)
-    finally:
-        for name in [f"{split}{end}.tmp" for split in splits for end in FILES] + ["meta.json.tmp"]:
-            (dir / name).unlink(missing_ok=True)
+    with locked(dir):
+        try:
+            counts = {split: write_split(dir, split, documents, stop_ids, vocab_size)
+                      for split, documents in splits.items()}
+            for split, count in counts.items():
+                need(count["targets"],
+                     f"split {split}: nothing to learn from ({count['documents']} documents)")
+            write_meta(dir, counts, vocab_size=vocab_size, stop_ids=stop_ids, **about)
+        finally:
+            for name in [f"{split}{end}.tmp" for split in splits for end in FILES] + ["meta.json.tmp"]:
+                (dir / name).unlink(missing_ok=True)
+    for split, count in counts.items() if say else ():
+        print(f"{dir}/{split}.bin:", ", ".join(f"{n:,} {name}" for name, n in count.items()))
     return counts
 
 
 @contextlib.contextmanager
 def locked(folder):
-    """Nobody else writes into `folder` meanwhile: a lock that dies with its process, where the system has one.
+    """Nobody else writes into `folder` meanwhile: a lock that dies with its process, where there are locks.
 
     ValueError, one line, if another process holds it.
     """
@@ -112,7 +117,8 @@ def locked(folder):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"{folder} is being written by another process: wait for it, or give another folder") from None
+            raise ValueError(f"{folder} is being written by another process: wait for it, or give another "
+                             "folder") from None
         yield
 
 
@@ -128,14 +134,21 @@ class Dataset:
     def __init__(self, dir, split):
         self.dir, self.split = Path(dir), split
         try:
+            need(not (self.dir / "meta.json").exists() or (self.dir / "meta.json").is_file(), "no file")
             self.meta = json.loads((self.dir / "meta.json").read_text())
             counts = self.meta["splits"].get(split)
             self.vocab_size, self.stop_ids = self.meta["vocab_size"], self.meta["stop_ids"]
+            numbers = [self.vocab_size, *self.stop_ids, *(counts or {}).values()]
+            need(all(type(n) is int and 0 <= n < 2**63 for n in numbers) and max(self.stop_ids, default=0)
+                 < self.vocab_size and all(
+                     isinstance(self.meta.get(key), str | None) for key in ("tokenizer", "tokenizer_hash")),
+                 "a value that cannot be")
+            counts = counts and {key: counts[key] for key in ("tokens", "documents")}
         except FileNotFoundError:
             script = self.dir / "prepare.py"
             how = f"python {script}" if script.exists() else "one of data/*/prepare.py"
             raise ValueError(f"no data set in {self.dir}: run {how} first") from None
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(f"{self.dir}/meta.json is damaged ({error!r}): prepare the set again") from None
         if counts is None:
             raise ValueError(f"{self.dir} has no split {split!r}, only {', '.join(self.meta['splits'])}")
@@ -157,7 +170,8 @@ class Dataset:
 
 @dataclass
 class Rows:
-    """Rows of seq_len tokens. Row r holds the pieces first[r] .. first[r+1]-1 of the arrays, in that order."""
+    """Rows of seq_len tokens. Row r holds the pieces first[r] .. first[r+1]-1 of the arrays, in that
+    order."""
     dataset: Dataset
     seq_len: int
     seed: int
@@ -239,6 +253,8 @@ def batch(rows, indices):
             doc_ids[b, i:i + n + c] = number
             i += n + c
         doc_ids[b, i:] = len(pieces)                                           # padding
+    need(tokens.max(initial=0) < data.vocab_size,
+         f"{data.dir}/{data.split}.bin holds an id outside the vocabulary: prepare the set again")
     return Batch(*map(torch.from_numpy, (tokens, doc_ids, loss_mask, is_copy)))
 
 
@@ -252,7 +268,7 @@ def targets(batch, block_size):
     is_first = torch.ones_like(batch.is_copy)
     is_first[:, 1:] = batch.doc_ids[:, 1:] != batch.doc_ids[:, :-1]
     start = torch.where(is_first, index, 0).cummax(1).values                   # where its document starts
-    last = torch.where(batch.is_copy, 0, index).cummax(1).values               # of a copy: the last real token
+    last = torch.where(batch.is_copy, 0, index).cummax(1).values  # of a copy: the last real token
     same_block = (index - start) // block_size == (last - start) // block_size
     copies = batch.is_copy & same_block & batch.loss_mask.gather(1, last)
     return batch.loss_mask | copies, batch.loss_mask & ~is_first

@@ -16,12 +16,13 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import data.bin                                                                        # noqa: E402
-from data.bin import Dataset, Rows, batch, num_ntp_targets, pack, targets, write_set   # noqa: E402
-from data.jsonl import prepare as jsonl                                                # noqa: E402
-from data.stdlib import prepare as stdlib                                              # noqa: E402
-from data.word_problems import prepare as words                                        # noqa: E402
-from tokenizer import Tokenizer                                                        # noqa: E402
+import cli
+import data.bin
+from data.bin import Dataset, Rows, batch, num_ntp_targets, pack, targets, write_set
+from data.jsonl import prepare as jsonl
+from data.stdlib import prepare as stdlib
+from data.word_problems import prepare as words
+from tokenizer import Tokenizer
 
 STOP, VOCAB = 7, 100_000            # more than uint16 holds
 WORDS = ROOT / "data/word_problems"
@@ -51,7 +52,7 @@ def run(script, *args):
     argv, sys.argv = sys.argv, [script, *map(str, args)]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            {"word_problems": words, "jsonl": jsonl, "stdlib": stdlib}[script].main()
+            cli.run({"word_problems": words, "jsonl": jsonl, "stdlib": stdlib}[script].main)
     except SystemExit as exit:
         code = exit.code
     finally:
@@ -74,7 +75,8 @@ def test_dataset_gives_back_what_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("name, change", [
-    ("meta.json", None), ("meta.json", b"{"), ("meta.json", b"[]"), ("train.bin", None), ("train.bin", b"123"),
+    ("meta.json", None), ("meta.json", b"{"), ("meta.json", b"[]"), ("train.bin", None), ("train.bin",
+                                                                                          b"123"),
     ("train.mask.bin", None), ("train.docs.bin", b""), ("train.docs.bin", "swap")])
 def test_damaged_set_is_one_clear_line(tmp_path, name, change):
     dataset(tmp_path, random_documents(0, 5, 9))
@@ -87,7 +89,8 @@ def test_damaged_set_is_one_clear_line(tmp_path, name, change):
         path.write_bytes(change)
     with pytest.raises(ValueError) as error:
         Dataset(tmp_path, "train")
-    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value) and "prepare" in str(error.value)
+    words = str(error.value)
+    assert "\n" not in words and str(tmp_path) in words and "prepare" in words
 
 
 def test_unknown_split_names_those_there_are(tmp_path):
@@ -124,7 +127,7 @@ def test_killed_write_leaves_the_old_set(tmp_path):
 
 def test_kill_between_renames_never_leaves_a_mixture(tmp_path, monkeypatch):
     old = [(ids, [True] * len(ids)) for ids, _ in random_documents(0, 20, 9)]
-    new = [(np.array(ids) + 1, mask) for ids, mask in old]                     # of the same sizes: the hard case
+    new = [(np.array(ids) + 1, mask) for ids, mask in old]  # of the same sizes: the hard case
     for step in range(4):
         dataset(tmp_path, old)
         calls, replace = [], os.replace
@@ -151,12 +154,14 @@ def cut(docs, seq_len, copies):
         for i in range(0, len(ids), seq_len):
             piece = ids[i:i + seq_len]
             ends_in_stop = i + seq_len >= len(ids) and ids[-1] == STOP
-            out.append((tuple(piece), tuple(mask[i:i + seq_len]), min(copies, seq_len - len(piece)) * ends_in_stop))
+            out.append((tuple(piece), tuple(mask[i:i + seq_len]),
+                        min(copies, seq_len - len(piece)) * ends_in_stop))
     return out
 
 
 def split_row(b, r):
-    """One row of a batch -> its documents, (tokens, mask, number of copies) each, and the padding's length."""
+    """One row of a batch -> its documents, (tokens, mask, number of copies) each, and the padding's
+    length."""
     docs, ids = [], b.doc_ids[r].tolist()
     for number in sorted(set(ids)):
         at = [i for i, d in enumerate(ids) if d == number]
@@ -180,7 +185,7 @@ CASES = [(16, 3, 40), (16, 0, 40), (32, 31, 60), (8, 3, 3), (7, 5, 30), (1, 2, 5
 @pytest.mark.parametrize("seq_len, copies, longest", CASES)
 def test_every_document_once_an_epoch_and_rows_are_greedy(tmp_path, seq_len, copies, longest):
     docs = random_documents(seq_len, 60, longest)
-    docs = [(ids, [True] * len(mask)) for ids, mask in docs]                   # so that padding is told from a stop
+    docs = [(ids, [True] * len(mask)) for ids, mask in docs]  # so that padding is told from a stop
     set_ = dataset(tmp_path, docs)
     for epoch in (0, 1, 5):
         rows = pack(set_, seq_len, copies, seed=3, epoch=epoch)
@@ -198,7 +203,8 @@ def test_every_document_once_an_epoch_and_rows_are_greedy(tmp_path, seq_len, cop
 def test_copies_are_only_dropped_where_a_text_fills_its_row(tmp_path):
     docs = [([5] * (n - 1) + [STOP], [True] * n) for n in range(1, 41)]
     rows = pack(dataset(tmp_path, docs), 16, 3)
-    whole = {len(t): c for r in range(len(rows)) for t, _, c in split_row(batch(rows, [r]), 0)[0] if t[-1] == STOP}
+    whole = {len(t): c for r in range(len(rows)) for t, _,
+             c in split_row(batch(rows, [r]), 0)[0] if t[-1] == STOP}
     assert whole == {**{n: 3 for n in range(1, 14)}, 14: 2, 15: 1, 16: 0}
 
 
@@ -256,7 +262,7 @@ def test_epochs_permute_the_same_rows_and_follow_each_other(tmp_path):
     rows = pack(set_, 32, 3, seed=1)
     n = len(rows)
     epochs = [batch(rows, range(e * n, (e + 1) * n)).tokens for e in range(3)]
-    for e in (2, 0, 1):                                                        # stateless: in any order, from anew
+    for e in (2, 0, 1):  # stateless: in any order, from anew
         alone = pack(set_, 32, 3, seed=1, epoch=e)
         assert len(alone) == n and torch.equal(batch(alone, range(n)).tokens, epochs[e])
     assert not torch.equal(epochs[0], epochs[1]) and not torch.equal(epochs[1], epochs[2])
@@ -310,10 +316,12 @@ def test_solutions_show_correct_arithmetic_and_state_the_answer():
 
 def test_grader_reads_the_number_behind_the_answer():
     p = words.Problem("?\n", "The answer is 18.", 18)
-    for text in ("The answer is 18", "x = 3\nThe answer is 18.\n", "The answer is 18.0.", "The answer is 18, so"):
+    for text in ("The answer is 18", "x = 3\nThe answer is 18.\n", "The answer is 18.0.",
+                 "The answer is 18, so"):
         assert words.grade(p, text), text
     for text in ("", "18", "The answer is", "The answer is .", "The answer is 1", "The answer is 181.",
-                 "The answer is -18.", "The answer is 18.5.", "The answer is 18,000.", "The answer is eighteen"):
+                 "The answer is -18.", "The answer is 18.5.", "The answer is 18,000.",
+                  "The answer is eighteen"):
         assert not words.grade(p, text), text
 
 
@@ -353,7 +361,7 @@ def test_word_problems_prepare_writes_prompt_solution_and_stop(tmp_path):
     assert set_.vocab_size == tokenizer.vocab_size and len(Dataset(tmp_path, "val").lengths) == 5
     for p, start, n in zip(words.problems("train", 30), set_.starts, set_.lengths):
         ids, mask = set_.tokens[start:start + n].tolist(), set_.mask[start:start + n].tolist()
-        prompt = tokenizer.encode(p.prompt)                                    # encoded apart, as in generation
+        prompt = tokenizer.encode(p.prompt)  # encoded apart, as in generation
         assert ids == prompt + tokenizer.encode(p.solution) + [tokenizer.eos_id]
         assert mask == [0] * len(prompt) + [1] * (n - len(prompt))
     assert run("word_problems", "--out_dir", tmp_path, "--num_train=3", "--num_val=1",
@@ -375,7 +383,8 @@ def chat_tokenizer(dir, template, bos=False):
     content = json.loads((WORDS / "tokenizer.json").read_text())
     for i, name in enumerate(["<|im_start|>", "<|im_end|>", "<|bos|>"]):
         content["added_tokens"].append({**content["added_tokens"][0], "id": 512 + i, "content": name})
-    config = {"eos_token": "<|endoftext|>", "bos_token": "<|bos|>", "add_bos_token": bos, "chat_template": template}
+    config = {"eos_token": "<|endoftext|>", "bos_token": "<|bos|>", "add_bos_token": bos,
+              "chat_template": template}
     dir.mkdir()
     (dir / "tokenizer.json").write_text(json.dumps(content))
     (dir / "tokenizer_config.json").write_text(json.dumps(config))
@@ -431,9 +440,11 @@ GOOD = '{"text": "a"}'
 
 @pytest.mark.parametrize("line", [
     "{", "[]", "3", "{}", '{"text": 3}', '{"text": ""}', '{"prompt": "a"}', '{"completion": "a"}',
-    '{"prompt": "a", "completion": ""}', '{"text": "a", "messages": []}', '{"messages": []}', '{"messages": "a"}',
+    '{"prompt": "a", "completion": ""}', '{"text": "a", "messages": []}', '{"messages": []}',
+    '{"messages": "a"}',
     '{"messages": [{"role": "user", "content": "a"}]}', '{"messages": [{"role": "assistant"}]}',
-    '{"messages": [{"role": "assistant", "content": null}]}', '{"text": "\\ud800"}', b'{"text": "\xff"}', "[" * 10_000])
+    '{"messages": [{"role": "assistant", "content": null}]}', '{"text": "\\ud800"}', b'{"text": "\xff"}',
+    "[" * 10_000])
 def test_jsonl_malformed_row_is_named_and_nothing_is_touched(tmp_path, line):
     folder, out = chat_tokenizer(tmp_path / "tok", CHATML), tmp_path / "out"
     assert prepare_rows(tmp_path, [{"text": "old"}] * 3, folder).returncode == 0
@@ -455,10 +466,12 @@ def test_jsonl_other_errors_are_one_line_too(tmp_path):
     row = {"messages": TALK}
     for rows, tokenizer, args, wanted in [
             ([row, row], folder, (), "no system role"), ([row, row], WORDS, (), "no chat template"),
-            ([{"text": "a"}] * 2, tmp_path / "nowhere", (), "nowhere"), ([{"text": "a"}], folder, (), "too few"),
+            ([{"text": "a"}] * 2, tmp_path / "nowhere", (), "nowhere"), ([{"text": "a"}], folder, (),
+                                                                         "too few"),
             ([{"text": "a"}] * 9, folder, ("--val_fraction=1",), "val_fraction"), ([], folder, (), "0 rows")]:
         result = prepare_rows(tmp_path, rows, tokenizer, *args)
-        assert result.returncode == 2 and wanted in result.stderr and result.stderr.count("\n") == 1, result.stderr
+        error = result.stderr
+        assert result.returncode == 2 and wanted in error and error.count("\n") == 1, error
         assert not list((tmp_path / "out").glob("*"))
     result = run("jsonl", tmp_path / "missing.jsonl", "--tokenizer", folder)
     assert result.returncode == 2 and "missing.jsonl" in result.stderr and result.stderr.count("\n") == 1
@@ -507,6 +520,55 @@ def test_help_shows_defaults(script):
 
 
 def test_a_prepare_script_is_a_command_of_its_own(tmp_path):
-    result = subprocess.run([sys.executable, WORDS / "prepare.py", "--num_train=0"], capture_output=True, text=True,
+    result = subprocess.run([sys.executable, WORDS / "prepare.py", "--num_train=0"], capture_output=True,
+                            text=True,
                             cwd=tmp_path)
     assert result.returncode == 2 and result.stderr.startswith("prepare.py: --num_train"), result.stderr
+
+
+# ------------------------------------------------------------------------ two at once, and damaged files
+
+@pytest.mark.parametrize("script, args", [("word_problems", ["--num_train=20", "--num_val=2"])])
+def test_a_folder_that_another_process_writes_is_left_alone(script, args, tmp_path):
+    code = (f"from data.bin import locked\nwith locked({str(tmp_path)!r}):\n"
+            "    print('held', flush=True)\n    input()")
+    holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == b"held\n"
+    result = run(script, *args, "--out_dir", tmp_path)
+    assert result.returncode == 2 and "is being written by another process" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    holder.kill()                                             # the lock dies with its process
+    holder.wait()
+    assert run(script, *args, "--out_dir", tmp_path).returncode == 0
+    Dataset(tmp_path, "train")
+
+
+@pytest.mark.parametrize("name, value", [
+    ("num_train", 10**12), ("num_train", 0), ("num_val", 10**12), ("num_val", -1)])
+def test_word_problems_are_counted_before_they_are_made(name, value, tmp_path):
+    result = run("word_problems", f"--{name}={value}", "--out_dir", tmp_path / "out")
+    assert result.returncode == 2 and f"--{name} {value}: wanted 1 to" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("change", [
+    dict(vocab_size="x"), dict(vocab_size=True), dict(vocab_size=-1), dict(stop_ids=None),
+    dict(stop_ids=[1, None]), dict(stop_ids=[10**9]), dict(splits=[]), dict(splits=dict(train=dict(tokens=2**63, documents=1))),
+    dict(splits=dict(train=dict(tokens="7", documents=1))), dict(splits=dict(train=7)), dict(tokenizer=3)])
+def test_a_meta_json_that_cannot_be_is_refused_in_one_line(change, tmp_path):
+    assert run("word_problems", "--num_train=5", "--num_val=2", "--out_dir", tmp_path).returncode == 0
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    (tmp_path / "meta.json").write_text(json.dumps(meta | change))
+    with pytest.raises(ValueError) as error:
+        Dataset(tmp_path, "train")
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_an_id_outside_the_vocabulary_is_found_in_the_batch(tmp_path):
+    assert run("word_problems", "--num_train=5", "--num_val=2", "--out_dir", tmp_path).returncode == 0
+    raw = np.fromfile(tmp_path / "train.bin", np.uint32)
+    raw[3] = 512
+    raw.tofile(tmp_path / "train.bin")
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        batch(pack(Dataset(tmp_path, "train"), 2048), [0])

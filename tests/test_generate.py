@@ -16,7 +16,7 @@ import torch
 from brute_force import chi_squared, choose, exact_distribution, full_logits, greedy, probabilities, sbd, tiny_model
 from generate import decode, generate
 from model import Llama
-from tokenizer import TextStream, Tokenizer
+from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "checkpoints" / "tiny-ntp"
@@ -304,59 +304,6 @@ def test_chi_squared_merges_small_cells_and_tells_a_loaded_die():
         small = np.full(10, 0.5 / n)                                     # ten cells of expectation 0.5 become one of 5
         assert chi_squared(np.concatenate(([n - 5], np.eye(10)[0] * 5)), np.concatenate(([1 - 5 / n], small))) > 0.99
     assert chi_squared([1, 0], [0.0, 1.0]) == 0
-
-
-# ------------------------------------------------------------------------------------------ text as it becomes final
-
-class Bytes:
-    """A tokenizer whose ids are byte strings."""
-    def decode_bytes(self, ids):
-        return b"".join(ids)
-
-
-def shown_texts(tokens, stops):
-    """After each token, all that may be shown: found by searching the whole text so far."""
-    for n in range(1, len(tokens) + 1):
-        end = n == len(tokens)
-        text = b"".join(tokens[:n]).decode(errors="replace" if end else "ignore")       # a cut character is not there yet
-        if any(s in text for s in stops):
-            yield text[:min(text.find(s) for s in stops if s in text)], True
-            return
-        possible = [i for i in range(len(text)) if any(s.startswith(text[i:]) for s in stops)]
-        yield text[:min(possible, default=len(text))] if not end else text, False
-
-
-def test_streamed_text_equals_a_search_over_the_whole_text():
-    rng, happened = random.Random(0), Counter()
-    for _ in range(3000):
-        alphabet = rng.choice(("ab", "aé", "a漢🙂", "b\n é🙂"))
-        raw = "".join(rng.choice(alphabet) for _ in range(rng.randint(0, 25))).encode()
-        raw = raw[:len(raw) - rng.choice((0, 0, 0, 1, 2))]                               # may end inside a character
-        cuts = sorted(rng.randint(0, len(raw)) for _ in range(rng.randint(0, 12)))
-        tokens = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)])]
-        stops = ["".join(rng.choice(alphabet) for _ in range(rng.randint(1, 5))) for _ in range(rng.choice((0, 1, 2, 3)))]
-        stream, text = TextStream(Bytes(), stops), ""
-        for n, (shown, found) in enumerate(shown_texts(tokens, stops), 1):
-            text += stream.feed([tokens[n - 1]], end=n == len(tokens))
-            assert (text, stream.found) == (shown, found), (tokens, stops)
-            whole = b"".join(tokens[:n]).decode(errors="ignore")
-            happened["held back"] += not found and n < len(tokens) and shown != whole
-        happened["found"] += found
-        happened["cut character at the end"] += text.endswith("\ufffd")
-        assert not found or stream.feed([b"more"]) == ""
-    assert min(happened[what] for what in ("held back", "found", "cut character at the end")) > 100, happened
-
-
-def test_a_character_of_four_tokens_appears_whole_with_the_last():
-    stream = TextStream(Bytes())
-    assert [stream.feed([bytes([b])]) for b in "🙂".encode()] == ["", "", "", "🙂"]
-
-
-def test_a_stop_text_across_tokens_is_held_back_and_released():
-    stream = TextStream(Bytes(), ["\n\nQ:"])
-    assert [stream.feed([t]) for t in (b"yes\n", b"\n", b"A:\n", b"\nQ")] == ["yes", "", "\n\nA:", ""]
-    assert stream.feed([b": and more"]) == "" and stream.found
-    assert stream.feed([b"more"], end=True) == ""
 
 
 # ------------------------------------------------------------------------------------------ command line

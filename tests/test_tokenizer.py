@@ -1,28 +1,37 @@
-"""tokenizer.py against `tokenizers`, `transformers` and Meta's own tokenizer.model, on any text we can think of."""
+"""tokenizer.py against `tokenizers`, `transformers` and Meta's own tokenizer.model, on any text we can think
+of."""
 
 import functools
 import importlib.util
 import json
+import os
 import random
 import re
-import sysconfig
+import shutil
 import sys
+import sysconfig
+import time
 import unicodedata
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-from tokenizer import LLAMA3, Tokenizer, TokenizerError  # noqa: E402
+from tokenizer import LLAMA3, TextStream, Tokenizer, TokenizerError
 
 tokenizers = pytest.importorskip("tokenizers")
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
+from tokenizers import (AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors,
+                        trainers)
+
+ROOT = Path(__file__).resolve().parent.parent
 
 QWEN2 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
          r"|\s+(?!\S)|\s+")
 LLAMA3_CHAT = (
     "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}"
-    "{% if m['content'] is string %}{{ m['content'] | trim }}{% else %}{% for p in m['content'] %}{{ p['text'] }}"
+    "{% if m['content'] is string %}{{ m['content'] | trim }}{% else %}"
+    "{% for p in m['content'] %}{{ p['text'] }}"
     "{% endfor %}{% endif %}{{ '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}")
 # As Qwen-3's: thoughts stay in the last reply only, and tool output is recognised by its text.
@@ -45,14 +54,20 @@ QWEN3_CHAT = """
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}
 """
-POOL = [" ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u2028", "\u0085", "\x00", "\x01", "\x04", "\x7f",
-        "'s", "'S", "'LL", "'Ve", "'re", "'ſ", "n't", "1", "23", "2024", "٣", "Ⅷ", "½", "²", "五", "१२", "𝟘", "a", "The",
-        " the", "Bé", "e\u0301", "\u0301", "\u0338", "Å", "ﬁ", "한글", "ᄒ\u1161ᆫ", "नमस्ते", "中文", "ǅ", "ß", "👩\u200d👩", "🇩🇪",
-        "\u200b", "\ufeff", "\ufffd", "\ue000", "\U00100000", "\U00040000", "_", "-", "--", "==", "()", "{}", "/", ".", "...",
-        "<|eot_id|>", "<|im_end|>", "<|mask|>", "<think>", "</think>", "<|endoftext|>", "<reponame>", "<", "|>", "x" * 60]
+POOL = [" ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u2028", "\u0085", "\x00", "\x01",
+        "\x04", "\x7f",
+        "'s", "'S", "'LL", "'Ve", "'re", "'ſ", "n't", "1", "23", "2024", "٣", "Ⅷ", "½", "²", "五", "१२", "𝟘",
+        "a", "The",
+        " the", "Bé", "e\u0301", "\u0301", "\u0338", "Å", "ﬁ", "한글", "ᄒ\u1161ᆫ", "नमस्ते", "中文", "ǅ", "ß",
+        "👩\u200d👩", "🇩🇪",
+        "\u200b", "\ufeff", "\ufffd", "\ue000", "\U00100000", "\U00040000", "_", "-", "--", "==", "()",
+        "{}", "/", ".", "...",
+        "<|eot_id|>", "<|im_end|>", "<|mask|>", "<think>", "</think>", "<|endoftext|>", "<reponame>", "<",
+        "|>", "x" * 60]
 
 
 def texts(count, seed=0):
@@ -61,9 +76,10 @@ def texts(count, seed=0):
     for _ in range(count):
         parts = []
         for _ in range(rng.randint(1, 20)):
-            c = chr(rng.choice([rng.randrange(0x300), rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)]))
-            # Unassigned characters may be letters in a newer Unicode; marks newer than Unicode 9 reorder differently
-            # in the two NFCs. Neither is in any text a model has seen.
+            c = chr(rng.choice([rng.randrange(0x300), rng.randrange(0xD800),
+                                rng.randrange(0xE000, 0x110000)]))
+            # Unassigned characters may be letters in a newer Unicode; marks newer than Unicode 9 reorder
+            # differently in the two NFCs. Neither is in any text a model has seen.
             odd = unicodedata.category(c) == "Cn" or unicodedata.combining(c)
             parts.append(rng.choice(POOL) if odd or rng.random() < 0.7 else c)
         yield "".join(parts)
@@ -92,7 +108,8 @@ def assert_same_ids(ours, truth, count=3000):
 
 
 def write_config(folder, **config):
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | config))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}
+                                                             | config))
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +137,15 @@ def meta(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llama3(meta, tmp_path_factory):
-    """The same vocabulary as transformers converts it: 280,147 merges, ignore_merges, BOS by post_processor."""
+    """The same vocabulary as transformers converts it: 280,147 merges, ignore_merges, BOS by
+    post_processor."""
     convert = pytest.importorskip("transformers.convert_slow_tokenizer")
     hf = convert.TikTokenConverter(str(meta / "tokenizer.model")).converted()
     ours = load(meta)
-    hf.add_special_tokens([AddedToken(t, normalized=False) for t in sorted(ours.special_ids, key=ours.special_ids.get)])
-    hf.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), processors.TemplateProcessing(
+    hf.add_special_tokens([AddedToken(t, normalized=False)
+                           for t in sorted(ours.special_ids, key=ours.special_ids.get)])
+    hf.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False),
+                                             processors.TemplateProcessing(
         single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 128000)])])
     folder = tmp_path_factory.mktemp("llama3")
     hf.save(str(folder / "tokenizer.json"))
@@ -136,15 +156,18 @@ def llama3(meta, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory):
-    """A small tokenizer of Qwen-3's kind, trained here: NFC, Split then ByteLevel, added words that are not special."""
+    """A small tokenizer of Qwen-3's kind, trained here: NFC, Split then ByteLevel, added words that are not
+    special."""
     hf = tokenizers.Tokenizer(models.BPE())
     hf.normalizer = normalizers.NFC()
     hf.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(QWEN2), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        pre_tokenizers.Split(Regex(QWEN2), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False,
+                                                                                 use_regex=False)])
     hf.decoder = decoders.ByteLevel()
     hf.train_from_iterator([stdlib(500_000)], trainers.BpeTrainer(
         vocab_size=2000, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    hf.add_special_tokens([AddedToken(t, normalized=False) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+    hf.add_special_tokens([AddedToken(t, normalized=False)
+                           for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
     hf.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>")])
     folder = tmp_path_factory.mktemp("qwen3")
     hf.save(str(folder / "tokenizer.json"))
@@ -169,15 +192,19 @@ def test_meta_rank_file_gives_the_ids_of_metas_own_tokenizer(meta, llama3):
     reference = pytest.importorskip("llama_models.llama3.tokenizer").Tokenizer(meta / "tokenizer.model")
     for text in [*texts(3000, seed=1), stdlib(300_000)]:
         assert ours.encode(text) == converted.encode(text) == reference.encode(text, bos=False, eos=False)
-    for token in ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>",
-                  "<|eot_id|>", "<|python_tag|>", "<|finetune_right_pad_id|>", "<|reserved_special_token_0|>"):
+    for token in ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+                  "<|eom_id|>",
+                  "<|eot_id|>", "<|python_tag|>", "<|finetune_right_pad_id|>",
+                  "<|reserved_special_token_0|>"):
         assert ours.special_ids[token] == reference.special_tokens[token]
     assert (len(ours.special_ids), ours.vocab_size) == (256, 128256)
-    assert (ours.bos_id, ours.eos_id, ours.special_ids["<|reserved_special_token_247|>"]) == (128000, 128001, 128255)
+    assert (ours.bos_id, ours.eos_id, ours.special_ids["<|reserved_special_token_247|>"]) == (128000, 128001,
+                                                                                              128255)
 
 
 def test_random_merges_in_any_order_give_the_ids_of_tokenizers(tmp_path):
-    """Merges out of order, made twice, unreachable tokens, ids in any order, a byte (the blank) that is missing."""
+    """Merges out of order, made twice, unreachable tokens, ids in any order, a byte (the blank) that is
+    missing."""
     refused = compared = 0
     for seed in range(400):
         rng = random.Random(seed)
@@ -189,9 +216,11 @@ def test_random_merges_in_any_order_give_the_ids_of_tokenizers(tmp_path):
                 tokens += [pair[0] + pair[1]] * (pair[0] + pair[1] not in tokens)
         if seed % 2:
             rng.shuffle(merges)
-        tokens += {"".join(rng.choices("abc", k=rng.randint(2, 5))) for _ in range(rng.randint(0, 2))} - set(tokens)
+        tokens += {"".join(rng.choices("abc", k=rng.randint(2, 5)))
+                   for _ in range(rng.randint(0, 2))} - set(tokens)
         ids = rng.sample(range(len(tokens)), len(tokens))
-        truth = tokenizers.Tokenizer(models.BPE(vocab=dict(zip(tokens, ids)), merges=merges, ignore_merges=seed % 3 == 0))
+        truth = tokenizers.Tokenizer(models.BPE(vocab=dict(zip(tokens, ids)), merges=merges,
+                                                ignore_merges=seed % 3 == 0))
         truth.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Split(rng.choice([" ", "b"]), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -232,7 +261,7 @@ def test_decode_undoes_encode_and_no_text_gives_a_special_id(name, request):
     special = set(ours.special_ids.values())
     for text in [*texts(1500, seed=3), *ours.special_ids, "".join(ours.special_ids)]:
         ids = ours.encode(text)
-        text = text.encode().translate(None, ours.missing)  # SmolLM2 has no token for 21 bytes, as tested above
+        text = text.encode().translate(None, ours.missing)   # SmolLM2 has no token for 21 bytes, see above
         if ours.nfc:  # added words are cut out first, as in `tokenizers`: a mark behind <think> stays a mark
             parts = re.split("(</?think>)", text.decode())
             text = "".join(unicodedata.normalize("NFC", part) for part in parts).encode()
@@ -273,7 +302,8 @@ def test_batch_equals_one_by_one(qwen3):
     assert ours.encode_batch(batch) == [ours.encode(text) for text in batch]
 
 
-@pytest.mark.parametrize("name, bos, eos", [("llama3", 128000, 128009), ("smollm2", None, 2), ("qwen3", None, 2002)])
+@pytest.mark.parametrize("name, bos, eos", [("llama3", 128000, 128009), ("smollm2", None, 2),
+                                            ("qwen3", None, 2002)])
 def test_bos_is_what_the_checkpoints_tokenizer_prepends(name, bos, eos, request):
     folder = request.getfixturevalue(name)
     hf = transformers_tokenizer(folder)
@@ -317,19 +347,22 @@ def test_chat_gives_the_ids_of_transformers(name, prompt, request):
     hf = transformers_tokenizer(folder)
     ours = load(folder)
     for messages in [chat("Be brief.", " What is 2+2?\n"), chat("", "a", "<think>\nhm\n</think>\n\nb", "c"),
-                     chat("x", "中文 é", "'S 12345\n\n\nend"), chat("s", "{{ 7 }} {% if %}\\n", "ok", "", "bye ")]:
+                     chat("x", "中文 é", "'S 12345\n\n\nend"), chat("s", "{{ 7 }} {% if %}\\n", "ok", "",
+                                                                  "bye ")]:
         expected = hf.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
         expected = hf(expected, add_special_tokens=False).input_ids
         assert ours.apply_chat_template(messages, add_generation_prompt=prompt) == expected
         assert expected.count(ours.bos_id) <= 1 or name == "smollm2"
 
 
-@pytest.mark.parametrize("name, stop", [("smollm2", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("qwen3", "<|im_end|>")])
+@pytest.mark.parametrize("name, stop", [("smollm2", "<|im_end|>"), ("llama3", "<|eot_id|>"),
+                                        ("qwen3", "<|im_end|>")])
 def test_messages_cannot_write_special_tokens(name, stop, request):
     ours = load(request.getfixturevalue(name))
     special = set(ours.special_ids.values())
     harmless = [id for id in ours.apply_chat_template(chat("s", "hi", "b")) if id in special]
-    attacks = [f"a{stop}b", stop, f" {stop}\n", stop[:-1], "<", f"{stop[:4]} ", stop + chr(0x100000), *ours.special_ids]
+    attacks = [f"a{stop}b", stop, f" {stop}\n", stop[:-1], "<", f"{stop[:4]} ", stop + chr(0x100000),
+               *ours.special_ids]
     for attack in [*attacks[:7], *random.Random(0).sample(attacks, 5)]:
         ids = ours.apply_chat_template(chat("s", attack, "b"))
         assert [id for id in ids if id in special] == harmless
@@ -368,14 +401,16 @@ def test_a_template_that_rewrites_replies_is_encoded_one_reply_at_a_time(qwen3):
         ours.encode_chat(messages)
     ids, is_reply = ours.encode_chat(messages[:3], last_only=True)
     reply = [id for id, reply in zip(ids, is_reply) if reply]
-    assert ours.decode(reply) == "<think>\nhm\n</think>\n\nfirst<|im_end|>" and ours.added["<think>"][0] in reply
+    assert ours.decode(reply) == "<think>\nhm\n</think>\n\nfirst<|im_end|>"
+    assert ours.added["<think>"][0] in reply
     ids = ours.apply_chat_template(messages[:2], enable_thinking=False)
     assert ours.decode(ids).endswith("assistant\n<think>\n\n</think>\n\n")
 
 
 def test_named_templates_and_the_templates_own_complaints(qwen3, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((qwen3 / "tokenizer.json").read_bytes())
-    write_config(tmp_path, chat_template=[{"name": "tool_use", "template": "t"}, {"name": "default", "template": (
+    write_config(tmp_path, chat_template=[{"name": "tool_use", "template": "t"},
+                                          {"name": "default", "template": (
         "{% if messages|length > 1 %}{{ raise_exception('one message only') }}{% endif %}"
         "{{ messages[0] | tojson }}{{ strftime_now('%%') }}")}])
     ours = Tokenizer.from_pretrained(tmp_path)
@@ -403,7 +438,8 @@ def test_a_saved_tokenizer_loads_here_and_in_transformers(qwen3, tmp_path):
     ({"model": {"type": "Unigram", "vocab": []}}, "Unigram"),
     ({"model": {"type": "WordPiece", "vocab": {}}}, "WordPiece"),
     ({"model": {"type": "BPE", "byte_fallback": True, "vocab": {}, "merges": []}}, "SentencePiece"),
-    ({"model": {"type": "BPE", "vocab": {}, "merges": []}, "pre_tokenizer": {"type": "Metaspace"}}, "Metaspace"),
+    ({"model": {"type": "BPE", "vocab": {}, "merges": []}, "pre_tokenizer": {"type": "Metaspace"}},
+     "Metaspace"),
     ({"model": {"type": "BPE", "vocab": {}, "merges": []}, "pre_tokenizer": None}, "pre-tokenizer"),
     ({"model": {"type": "BPE", "vocab": {}, "merges": []}, "normalizer": {"type": "Lowercase"}}, "Lowercase"),
     ({"version": "1.0"}, "damaged"), ([], "JSON object"), ("{", "not JSON")], ids=str)
@@ -417,9 +453,10 @@ def test_other_tokenizers_are_refused_in_one_line(content, words, tmp_path):
 def test_missing_and_foreign_files_are_refused_in_one_line(tmp_path):
     with pytest.raises(TokenizerError, match="neither"):
         Tokenizer.from_pretrained(tmp_path)
-    with pytest.raises(TokenizerError, match="no folder"):
+    with pytest.raises(ValueError, match="is no folder here"):
         Tokenizer.from_pretrained(tmp_path / "absent")
-    for content in (b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02", b"IQ== 0\nIg== 1\n"):  # SentencePiece; too short
+    for content in (b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02",
+                    b"IQ== 0\nIg== 1\n"):  # SentencePiece; too short
         (tmp_path / "tokenizer.model").write_bytes(content)
         with pytest.raises(TokenizerError, match="tokenizer.model"):
             Tokenizer.from_pretrained(tmp_path)
@@ -429,7 +466,7 @@ def test_a_hub_id_that_cannot_be_fetched_is_refused_in_one_line(monkeypatch, tmp
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(TokenizerError, match="cannot fetch owner/absent from the hub") as refusal:
+    with pytest.raises(ValueError, match="owner/absent is no folder here, is not in the hub") as refusal:
         Tokenizer.from_pretrained("owner/absent")
     assert "\n" not in str(refusal.value)
 
@@ -443,3 +480,225 @@ def test_a_hub_id_is_read_from_the_cache_when_offline(qwen3, monkeypatch, tmp_pa
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert Tokenizer.from_pretrained("owner/small").hash == load(qwen3).hash
+
+
+# ----------------------------------------------------------------------------- added tokens' flags
+
+def test_added_tokens_take_white_space_along_and_stand_alone_as_in_tokenizers(qwen3, tmp_path):
+    """lstrip, rstrip and single_word, at random, in random texts: the ids of `tokenizers`."""
+    rng, seen = random.Random(3), Counter()
+    content = json.loads((load(qwen3).folder / "tokenizer.json").read_text())
+    for case in range(40):
+        names = ["[X]", "a[b", "<y>", "é!"]
+        first = max(t["id"] for t in content["added_tokens"]) + 1
+        added = [dict(id=first + i, content=name, special=False, normalized=False,
+                      **{flag: rng.random() < 0.5 for flag in ("lstrip", "rstrip", "single_word")})
+                 for i, name in enumerate(names)]
+        folder = tmp_path / str(case)
+        shutil.copytree(load(qwen3).folder, folder)
+        (folder / "tokenizer.json").write_text(
+            json.dumps(content | dict(added_tokens=content["added_tokens"] + added)))
+        ours, theirs = Tokenizer(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        for _ in range(60):
+            text = "".join(rng.choice(names + [" ", "  ", "\n", "\t", "a", "b_", "7", ".", "é", "\u00a0"])
+                           for _ in range(rng.randint(1, 9)))
+            assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids, (text, added)
+            seen[len(ours.flags) > 0] += 1
+    assert seen[True] > 2000
+
+
+# ----------------------------------------------------------------------------- hostile files
+
+HOSTILE = {
+    "ids of 10^9": lambda t: t["added_tokens"][0].update(id=10**9),
+    "an id of 2^63 in the vocabulary": lambda t: t["model"]["vocab"].update(zz=2**63),
+    "a negative id": lambda t: t["model"]["vocab"].update(zz=-1),
+    "an id that is true": lambda t: t["model"]["vocab"].update(zz=True),
+    "an id that is text": lambda t: t["added_tokens"][0].update(id="7"),
+    "no vocabulary": lambda t: t.pop("model"), "a list as vocabulary": lambda t: t["model"].update(vocab=[1]),
+    "merges of one": lambda t: t["model"].update(merges=[["a"]]),
+    "merges of None": lambda t: t["model"].update(merges=None),
+    "a long token": lambda t: t["model"]["vocab"].update({"a" * 50_000: 5}),
+    "added tokens that are no list": lambda t: t.update(added_tokens=7),
+    "an added token without text": lambda t: t["added_tokens"].append(dict(id=3, content="", special=False)),
+    "a pattern that is none": lambda t: t.update(pre_tokenizer=splitter("(")),
+    "a pattern that matches nothing": lambda t: t.update(pre_tokenizer=splitter("")),
+    "a pattern of megabytes": lambda t: t.update(pre_tokenizer=splitter("a" * 10**6)),
+    "a normalizer of numbers": lambda t: t.update(normalizer=3),
+}
+
+
+def splitter(pattern):
+    split = dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
+    return dict(type="Sequence", pretokenizers=[split, dict(type="ByteLevel", add_prefix_space=False,
+                                                            use_regex=False)])
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_tokenizer_is_refused_in_one_line_at_once(name, tmp_path):
+    content = json.loads((ROOT / "data/word_problems/tokenizer.json").read_text())
+    HOSTILE[name](content)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    began = time.monotonic()
+    with pytest.raises(TokenizerError) as refusal:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(refusal.value) and "tokenizer.json" in str(refusal.value)
+    assert time.monotonic() - began < 5
+
+
+def test_files_that_are_none_and_json_that_is_deep_are_refused(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    for make in (path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to("/dev/zero"),
+                 lambda: path.write_text("[" * 100_000), lambda: path.write_text("7")):
+        make()
+        with pytest.raises(TokenizerError, match="tokenizer.json is"):
+            Tokenizer(tmp_path)
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+def test_a_pattern_that_explodes_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr("tokenizer.SECONDS", 0.5)
+    content = json.loads((ROOT / "data/word_problems/tokenizer.json").read_text())
+    content["pre_tokenizer"] = splitter("(?:(?:a|aa)+)+b")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match="takes more than 0.5 seconds"):
+        Tokenizer(tmp_path).encode("a" * 60 + "c")
+
+
+TEMPLATES = {
+    "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}"
+              "{% endfor %}{% endfor %}{% endfor %}", "seconds"),
+    "doubles a string": ("{% set ns = namespace(s='a') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}"
+                         "{% endfor %}{{ ns.s }}", "memory|characters|MemoryError|seconds"),
+    "multiplies a string": ("{{ 'a' * 10**10 }}", "memory|MemoryError|characters"),
+    "recurses": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    "divides by zero": ("{{ 1 // 0 }}", "division|zero"), "raises": ("{{ raise_exception('no\x1b[31m') }}",
+                                                                     r"no\\x1b"),
+    "looks for the way out": ("{{ ''.__class__.__mro__ }}", "unsafe|attribute|undefined|access"),
+    "attribute of none": ("{{ none.a.b }}", "has no attribute|undefined"),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_hostile_template_is_one_line_and_the_next_messages_are_served(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("chat_template.SECONDS", 1.0)
+    shutil.copy(ROOT / "data/word_problems/tokenizer.json", tmp_path)
+    template, words = TEMPLATES[name]
+    source = "{% if messages[0].content == 'attack' %}" + template + "{% else %}fine{% endif %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(chat_template=source)))
+    ours, began = Tokenizer(tmp_path), time.monotonic()
+    for _ in range(2):
+        with pytest.raises(TokenizerError, match="refuses these messages") as refusal:
+            ours.apply_chat_template([dict(role="user", content="attack")])
+        assert re.search(words, str(refusal.value)), str(refusal.value)
+        assert str(refusal.value).isprintable() and len(str(refusal.value)) < 500
+        assert ours.decode(ours.apply_chat_template([dict(role="user", content="hello")])) == "fine"
+    assert time.monotonic() - began < 20
+
+
+# ----------------------------------------------------------------------------- text as it becomes final
+
+class Bytes:
+    """A tokenizer whose ids are byte strings."""
+    def decode_bytes(self, ids):
+        return b"".join(ids)
+
+
+def pieces_of(tokens, skip):
+    """Every character, whether it is text, and the number of the token in which it becomes whole."""
+    out, run, owner = [], b"", []
+
+    def flush():
+        nonlocal run, owner
+        at = 0
+        for char in run.decode(errors="surrogateescape"):
+            size = len(char.encode(errors="surrogateescape"))
+            out.append((char, True, owner[min(at + size, len(owner)) - 1]))
+            at += size
+        run, owner = b"", []
+
+    for n, token in enumerate(tokens, 1):
+        if token in skip:
+            flush()
+            out.extend((char, False, n) for char in token.decode())
+        else:
+            run, owner = run + token, owner + [n] * len(token)
+    flush()
+    return out
+
+
+def wanted(tokens, stops, skip):
+    """What is shown of the whole text, how many tokens count, and whether a stop ends it: a search over all
+    ends."""
+    chars = pieces_of(tokens, skip)
+    seen = "".join(char for char, _, _ in chars)
+    for end in range(1, len(seen) + 1):
+        done = [s for s in stops if seen[:end].endswith(s)]
+        if done:
+            cut = end - max(map(len, done))
+            return "".join(c for c, is_text, _ in chars[:cut] if is_text), chars[end - 1][2], True
+    return "".join(c for c, is_text, _ in chars if is_text), len(tokens), False
+
+
+def test_streamed_text_is_that_of_a_search_over_the_whole_text_however_it_is_cut():
+    """Whole characters here; every text is fed in one, in single tokens, and in cuts at random."""
+    rng, happened = random.Random(0), Counter()
+    for _ in range(2500):
+        alphabet = rng.choice(("ab", "aé", "a漢🙂", "b\n é🙂"))
+        skip = [b"<s>", b"a"] if rng.random() < 0.2 else [b"<s>"]
+        raw = "".join(rng.choice(alphabet) for _ in range(rng.randint(0, 25))).encode()
+        cuts = sorted(rng.randint(0, len(raw)) for _ in range(rng.randint(0, 12)))
+        tokens = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)])]
+        tokens = [t for t in tokens if b"\xff" not in t]
+        if whole := all(t.decode(errors="ignore").encode() == t for t in tokens):
+            for _ in range(rng.choice((0, 0, 1, 3))):
+                tokens.insert(rng.randint(0, len(tokens)), b"<s>")
+        letters = alphabet + "<s>" * (rng.random() < 0.3)
+        stops = ["".join(rng.choice(letters) for _ in range(rng.randint(1, 5)))
+                 for _ in range(rng.randint(0, 3))]
+        truth = wanted(tokens, stops, skip if whole else [])
+        for way in range(4):
+            stream, text, at = TextStream(Bytes(), stops, skip if whole else []), "", 0
+            while at < len(tokens) or at == 0:
+                n = (len(tokens) or 1, 1, rng.randint(1, 3), rng.randint(1, 9))[way]
+                text += stream.feed(tokens[at:at + n], end=at + n >= len(tokens))
+                at += n
+            assert (text, stream.tokens, stream.found) == truth, (tokens, stops, way)
+            assert not stream.found or stream.feed([b"more"], end=True) == ""
+        happened["found"] += truth[2]
+        happened["counted less"] += truth[1] < len(tokens)
+        happened["a special token in sight"] += whole and b"<s>" in tokens
+    assert min(happened.values()) > 300 and len(happened) == 3, happened
+
+
+def test_what_may_become_a_stop_is_held_back_and_nothing_else():
+    stream = TextStream(Bytes(), ["\n\nQ:"])
+    assert [stream.feed([t]) for t in (b"yes\n", b"\n", b"A:\n", b"\nQ")] == ["yes", "", "\n\nA:", ""]
+    assert stream.feed([b": and more"]) == "" and stream.found and stream.tokens == 5
+    assert stream.feed([b"more"], end=True) == ""
+
+
+def test_of_two_stops_the_first_to_be_complete_counts_then_the_longest():
+    for cut in range(1, 12):
+        text = b"Zoe has 4 more coins t"
+        stream = TextStream(Bytes(), ["4 more coins t", "re"])
+        shown = "".join(stream.feed([text[i:i + cut]]) for i in range(0, len(text), cut))
+        assert shown == "Zoe has 4 mo" and stream.found
+    stream = TextStream(Bytes(), ["re", "more"])
+    assert stream.feed([b"4 more"]) == "4 " and stream.found
+
+
+def test_special_tokens_are_seen_by_stops_and_left_out_of_the_text():
+    tokenizer = Tokenizer(ROOT / "data/word_problems")
+    eos, ids = tokenizer.eos_id, tokenizer.encode("The answer is 4.")
+    stream = TextStream(tokenizer, ["<|endoftext|>"], [eos])
+    assert stream.feed([*ids, eos, *tokenizer.encode(" Question: what next")]) == "The answer is 4."
+    assert stream.found and stream.tokens == len(ids) + 1
+    plain = TextStream(tokenizer, [], [eos])
+    assert plain.feed([*ids, eos]) == "The answer is 4." and plain.tokens == len(ids) + 1
+
+
+def test_a_character_of_four_tokens_appears_whole_with_the_last():
+    stream = TextStream(Bytes())
+    assert [stream.feed([bytes([b])]) for b in "🙂".encode()] == ["", "", "", "🙂"]
+    assert stream.feed(["🙂".encode()[:2]], end=True) == "\ufffd"

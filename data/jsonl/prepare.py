@@ -10,17 +10,19 @@
 Every document ends in its stop token, which is a target: EOS, or for messages the chat template's end of
 turn (what follows the last assistant turn is dropped). A BOS, where the tokenizer has one, is no target.
 """
-import argparse
-import json
 import sys
 from pathlib import Path
 
-import numpy as np
-
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
-from data.bin import write_set       # noqa: E402
-from tokenizer import Tokenizer      # noqa: E402
+from cli import need, parser, run
+
+import json
+
+import numpy as np
+
+from data.bin import write_set
+from tokenizer import Tokenizer
 
 
 def check(row):
@@ -52,6 +54,7 @@ def check(row):
 def rows(files):
     """Yields (where, row) for every line that is not blank; raises ValueError naming file and line."""
     for path in files:
+        need(path.is_file(), f"{path} is no file: give .jsonl files")
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
@@ -64,7 +67,8 @@ def rows(files):
 
 
 def encode_chat(messages, tokenizer):
-    """[(ids, loss_mask), ...]: one document, or one a reply where the template rewrites what came before it."""
+    """[(ids, loss_mask), ...]: one document, or one a reply where the template rewrites what came before
+    it."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     messages = messages[:turns[-1] + 1]
     try:
@@ -101,38 +105,31 @@ def documents(files, tokenizer, wanted):
                 raise ValueError(f"{where}: {error}") from None
 
 
-def main():
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-                                     description="Your own .jsonl files as a training set.")
-    parser.add_argument("files", nargs="+", type=Path, help=".jsonl files")
-    parser.add_argument("--tokenizer", required=True, help="folder, hub id or preset: that of the model to train")
-    parser.add_argument("--out_dir", type=Path, default=HERE, help="where the .bin files go")
-    parser.add_argument("--val_fraction", type=float, default=0.05, help="share of the rows held out; 0: no val")
-    parser.add_argument("--seed", type=int, default=0, help="decides which rows are held out")
-    args = parser.parse_args()
-    try:
-        if not 0 <= args.val_fraction < 1 or args.seed < 0:
-            raise ValueError("--val_fraction must be at least 0 and below 1, and --seed at least 0")
-        is_chat = ["messages" in row for _, row in rows(args.files)]             # reads and checks every row
-        num_val = max(1, round(args.val_fraction * len(is_chat))) if args.val_fraction else 0
-        if len(is_chat) <= num_val:
-            raise ValueError(f"{len(is_chat)} rows: too few to train on with {num_val} held out")
-        tokenizer = Tokenizer.from_pretrained(args.tokenizer)
-        stop_ids = {tokenizer.eos_id} - {None}
-        if any(is_chat):                                                         # the template's end of turn
-            probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            stop_ids.add(encode_chat(probe, tokenizer)[0][0][-1])
-        held_out = np.random.default_rng(args.seed).permutation(len(is_chat)) < num_val
-        splits = {"train": documents(args.files, tokenizer, ~held_out)}
-        if num_val:
-            splits["val"] = documents(args.files, tokenizer, held_out)
-        counts = write_set(args.out_dir, splits, stop_ids, tokenizer.vocab_size,
-                           tokenizer=args.tokenizer, tokenizer_hash=tokenizer.hash)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
-    for split, count in counts.items():
-        print(f"{args.out_dir}/{split}.bin:", ", ".join(f"{n:,} {name}" for name, n in count.items()))
+def main(argv=None):
+    p = parser("Your own .jsonl files as a training set.")
+    p.add_argument("files", nargs="+", type=Path, help=".jsonl files")
+    p.add_argument("--tokenizer", required=True, help="folder, hub id or preset: that of the model to train")
+    p.add_argument("--out_dir", type=Path, default=HERE, help="where the .bin files go")
+    p.add_argument("--val_fraction", type=float, default=0.05, help="share of the rows held out; 0: no val")
+    p.add_argument("--seed", type=int, default=0, help="decides which rows are held out")
+    args = p.parse_args(argv)
+    need(0 <= args.val_fraction < 1, f"--val_fraction {args.val_fraction}: wanted at least 0 and below 1")
+    need(0 <= args.seed < 2**63, f"--seed {args.seed}: wanted 0 or more, below 2^63")
+    is_chat = ["messages" in row for _, row in rows(args.files)]             # reads and checks every row
+    num_val = max(1, round(args.val_fraction * len(is_chat))) if args.val_fraction else 0
+    need(len(is_chat) > num_val, f"{len(is_chat)} rows: too few to train on with {num_val} held out")
+    tokenizer = Tokenizer.from_pretrained(args.tokenizer)
+    stop_ids = {tokenizer.eos_id} - {None}
+    if any(is_chat):                                                         # the template's end of turn
+        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        stop_ids.add(encode_chat(probe, tokenizer)[0][0][-1])
+    held_out = np.random.default_rng(args.seed).permutation(len(is_chat)) < num_val
+    splits = {"train": documents(args.files, tokenizer, ~held_out)}
+    if num_val:
+        splits["val"] = documents(args.files, tokenizer, held_out)
+    write_set(args.out_dir, splits, stop_ids, tokenizer.vocab_size, say=True,
+              tokenizer=args.tokenizer, tokenizer_hash=tokenizer.hash)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -5,16 +5,18 @@
 One document a file, ending in the tokenizer's EOS, everything but a leading BOS a target. A file's own
 hash decides whether it is held out, so the same file lands in the same split on every machine.
 """
-import argparse
-import hashlib
 import sys
-import sysconfig
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
-from data.bin import write_set       # noqa: E402
-from tokenizer import Tokenizer      # noqa: E402
+from cli import need, parser, run
+
+import hashlib
+import sysconfig
+
+from data.bin import write_set
+from tokenizer import Tokenizer
 
 
 def sources(root, with_tests=False):
@@ -47,34 +49,25 @@ def documents(texts, tokenizer):
         yield bos + ids, [False] * len(bos) + [True] * len(ids)
 
 
-def main():
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-                                     description="The Python standard library as pretraining text.")
-    parser.add_argument("--tokenizer", default=str(HERE.parent / "word_problems"),
-                        help="folder, hub id or preset: that of the model to train (the default is small, but works)")
-    parser.add_argument("--out_dir", type=Path, default=HERE, help="where the .bin files go")
-    parser.add_argument("--val_fraction", type=float, default=0.05, help="share of the files held out")
-    parser.add_argument("--tests", action="store_true", help="the library's own tests too")
-    args = parser.parse_args()
-    try:
-        if not 0 < args.val_fraction < 1:
-            raise ValueError(f"--val_fraction {args.val_fraction}: wanted a share between 0 and 1")
-        root = Path(sysconfig.get_paths()["stdlib"])
-        texts = list(sources(root, args.tests).values())
-        if not texts:
-            raise ValueError(f"no .py files in {root}: this Python carries its library in another form")
-        tokenizer = Tokenizer.from_pretrained(args.tokenizer)
-        if tokenizer.eos_id is None:
-            raise ValueError(f"the tokenizer of {args.tokenizer} has no EOS to end a file with")
-        splits = {split: documents([t for t in texts if is_held_out(t, args.val_fraction) == held_out], tokenizer)
-                  for split, held_out in [("train", False), ("val", True)]}
-        counts = write_set(args.out_dir, splits, [tokenizer.eos_id], tokenizer.vocab_size,
-                           tokenizer=args.tokenizer, tokenizer_hash=tokenizer.hash)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
-    for split, count in counts.items():
-        print(f"{args.out_dir}/{split}.bin:", ", ".join(f"{n:,} {name}" for name, n in count.items()))
+def main(argv=None):
+    p = parser("The Python standard library as pretraining text.")
+    p.add_argument("--tokenizer", default=str(HERE.parent / "word_problems"),
+                   help="folder, hub id or preset: that of the model to train (the default is small)")
+    p.add_argument("--out_dir", type=Path, default=HERE, help="where the .bin files go")
+    p.add_argument("--val_fraction", type=float, default=0.05, help="share of the files held out")
+    p.add_argument("--tests", action="store_true", help="the library's own tests too")
+    args = p.parse_args(argv)
+    need(0 < args.val_fraction < 1, f"--val_fraction {args.val_fraction}: wanted a share between 0 and 1")
+    root = Path(sysconfig.get_paths()["stdlib"])
+    texts = list(sources(root, args.tests).values())
+    need(texts, f"no .py files in {root}: this Python carries its library in another form")
+    tokenizer = Tokenizer.from_pretrained(args.tokenizer)
+    need(tokenizer.eos_id is not None, f"the tokenizer of {args.tokenizer} has no EOS to end a file with")
+    splits = {split: documents([t for t in texts if is_held_out(t, args.val_fraction) == held_out], tokenizer)
+              for split, held_out in [("train", False), ("val", True)]}
+    write_set(args.out_dir, splits, [tokenizer.eos_id], tokenizer.vocab_size, say=True,
+              tokenizer=args.tokenizer, tokenizer_hash=tokenizer.hash)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,18 +12,21 @@ what stands before it, which is what decoding many tokens a forward lives on:
     Mia gives 5 apples to Tom: 23 - 5 = 18 apples.
     The answer is 18.
 """
-import argparse
-import json
-import random
-import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
-from data.bin import write_set       # noqa: E402
-from tokenizer import Tokenizer      # noqa: E402
+from cli import need, parser, run
+
+import importlib.util
+import json
+import random
+import re
+from dataclasses import dataclass
+
+from data.bin import write_set
+from tokenizer import Tokenizer
 
 SEED, SIZES = 1234, {"train": 200_000, "val": 2_000}
 EOS, MASK = "<|endoftext|>", "<|mask|>"
@@ -74,7 +77,8 @@ def change(rng, value, operands):
     """One step from a value: (kind, operand, sign, new value), all values in 2 .. MAX_VALUE."""
     while True:
         kind, n = rng.choice(["up", "up", "up", "down", "down", "down", "again"]), rng.randint(2, operands)
-        sign, n, new = {"up": ("+", n, value + n), "down": ("-", n, value - n), "again": ("*", 2, value * 2)}[kind]
+        sign, n, new = {"up": ("+", n, value + n), "down": ("-", n, value - n),
+                        "again": ("*", 2, value * 2)}[kind]
         if 2 <= new <= MAX_VALUE:
             return kind, n, sign, new
 
@@ -132,7 +136,8 @@ def comparison(rng, steps):
     for before, name in zip(names, names[1:]):
         old = value
         kind, n, sign, value = change(rng, old, 12)
-        how = {"up": f"{n} more{{x}} than", "down": f"{n} fewer{{x}} than", "again": "twice as many{x} as"}[kind]
+        how = {"up": f"{n} more{{x}} than", "down": f"{n} fewer{{x}} than",
+               "again": "twice as many{x} as"}[kind]
         clause = f"{name} has {how} {before}"
         question.append(clause.format(x=rng.choice(["", f" {u}"])) + ".")
         lines.append(f"{clause.format(x=f' {u}')}: {old} {sign} {n} = {value} {u}.")
@@ -157,8 +162,7 @@ def problem(rng):
 
 def problems(split="val", n=None):
     """The first n (default: all) problems of a split, always the same; no question is in both splits."""
-    if split == "val" and n is not None and n > SIZES["val"]:
-        raise ValueError(f"{n} held-out problems: there are {SIZES['val']}")
+    need(split != "val" or n is None or n <= SIZES["val"], f"{n} held-out problems: there are {SIZES['val']}")
     seen = {p.prompt for p in problems("val")} if split == "train" else set()
     rng, out = random.Random(f"{SEED} {split}"), []
     while len(out) < (SIZES[split] if n is None else n):
@@ -207,7 +211,8 @@ def train_tokenizer(dir, vocab_size=512):
                     normalized=False, special=True) for i, content in enumerate([EOS, MASK])]
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
     split = dict(type="Split", pattern={"Regex": PATTERN}, behavior="Isolated", invert=False)
-    model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None,
+    model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None,
+                 end_of_word_suffix=None,
                  fuse_unk=False, byte_fallback=False, ignore_merges=False,
                  vocab={show(token): rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])},
                  merges=merges)
@@ -236,31 +241,26 @@ def documents(problems, tokenizer, loss_on_prompt, chunk=10_000):
                    [loss_on_prompt] * len(prompt) + [True] * (len(solution) + 1))
 
 
-def main():
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-                                     description="Arithmetic word problems with worked solutions.")
-    parser.add_argument("--out_dir", type=Path, default=HERE, help="where the .bin files go")
-    parser.add_argument("--num_train", type=int, default=SIZES["train"], help="training problems")
-    parser.add_argument("--num_val", type=int, default=SIZES["val"], help="held-out problems")
-    parser.add_argument("--loss_on_prompt", action="store_true", help="make the question a target too")
-    parser.add_argument("--train_tokenizer", action="store_true",
-                        help="train tokenizer.json again first (always the same file; needs rustbpe)")
-    args = parser.parse_args()
-    try:
-        if args.num_train < 1 or not 1 <= args.num_val <= SIZES["val"]:
-            raise ValueError(f"--num_train must be at least 1 and --num_val 1 to {SIZES['val']}")
-        if args.train_tokenizer:
-            train_tokenizer(HERE)
-        tokenizer = Tokenizer.from_pretrained(HERE)
-        splits = {split: documents(problems(split, n), tokenizer, args.loss_on_prompt)
-                  for split, n in [("train", args.num_train), ("val", args.num_val)]}
-        counts = write_set(args.out_dir, splits, [tokenizer.eos_id], tokenizer.vocab_size,
-                           tokenizer=str(HERE), tokenizer_hash=tokenizer.hash)
-    except (ValueError, OSError, ImportError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
-    for split, count in counts.items():
-        print(f"{args.out_dir}/{split}.bin:", ", ".join(f"{n:,} {name}" for name, n in count.items()))
+def main(argv=None):
+    p = parser("Arithmetic word problems with worked solutions.")
+    p.add_argument("--out_dir", type=Path, default=HERE, help="where the .bin files go")
+    p.add_argument("--num_train", type=int, default=SIZES["train"], help="training problems")
+    p.add_argument("--num_val", type=int, default=SIZES["val"], help="held-out problems")
+    p.add_argument("--loss_on_prompt", action="store_true", help="make the question a target too")
+    p.add_argument("--train_tokenizer", action="store_true",
+                   help="train tokenizer.json again first (always the same file; needs rustbpe)")
+    args = p.parse_args(argv)
+    for name, most in (("num_train", 10 * SIZES["train"]), ("num_val", SIZES["val"])):
+        need(1 <= getattr(args, name) <= most, f"--{name} {getattr(args, name)}: wanted 1 to {most}")
+    if args.train_tokenizer:
+        need(importlib.util.find_spec("rustbpe"), "--train_tokenizer needs rustbpe: pip install rustbpe")
+        train_tokenizer(HERE)
+    tokenizer = Tokenizer.from_pretrained(HERE)
+    splits = {split: documents(problems(split, n), tokenizer, args.loss_on_prompt)
+              for split, n in [("train", args.num_train), ("val", args.num_val)]}
+    write_set(args.out_dir, splits, [tokenizer.eos_id], tokenizer.vocab_size, say=True,
+              tokenizer=str(HERE), tokenizer_hash=tokenizer.hash)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
