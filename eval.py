@@ -1,75 +1,72 @@
-"""Accuracy against forwards (Fig. 1, 5, 12, 13, Tables 1, 2): decoding modes compared on the same held-out problems.
+"""Accuracy against forwards (Fig. 1, 5, 12, 13, Tables 1, 2): decoding modes compared on the same problems.
 
-    python eval.py                                      the shipped model on 500 word problems, with error bars
-    python eval.py --dataset=NAME                       likelihoods: NTP loss, MATP loss by masking and block size
-    python eval.py --tasks gsm8k,mmlu --gamma 0.35      the benchmarks of lm-eval, and their NFE speedups
+    python eval.py                      the shipped models on 500 held-out word problems, with error bars
+    python eval.py --dataset=NAME       likelihoods: NTP loss, MATP loss by masking and block size
 
-A cell is the options of one generate() call: mode, block_size, gamma, sampler, hedges ... NFE speedup is tokens /
-forwards over all problems together. Shapes: B batch, L length, n targets, C hidden size, V vocabulary.
+A cell is the options of one generate() call: mode, block_size, gamma, sampler, hedges ... NFE speedup is
+tokens / forwards over all problems together. lm-eval's benchmarks are in harness.py.
 """
+from cli import add_model, add_options, load_model, need, need_mask, parser, run
+
 import argparse
-import contextlib
 import csv
 import hashlib
 import importlib.util
 import json
 import math
-import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
+import view
 from data.bin import Batch, Dataset, batch, pack, targets
 from data.word_problems.prepare import grade, problems
-from eb_sampler import SAMPLERS
-from generate import decode, generate, load
-from hf import PRESETS, write_whole
+from generate import Options, decode
+from hf import write_whole
 from model import Llama
-from sbd_loss import LOGITS, mask_tokens, ntp_targets, sbd_loss
-from tokenizer import TextStream, Tokenizer, any_of
+from sbd_loss import mask_tokens, ntp_targets, sbd_loss
+from tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent
 GAMMAS = (0, 0.01, 0.1, 0.2, 0.35, 0.4, 0.6, 0.8, 1.5)                 # nats
 NTP = dict(mode="ntp")
 VERIFIED = [dict(mode="verified", block_size=16, hedges=h) for h in (1, 2, 4)]
 CELLS = [NTP, *VERIFIED, *(dict(mode="sbd", block_size=k, gamma=g) for k in (8, 16) for g in GAMMAS)]
-FULL = [*CELLS, *(dict(mode="sbd", block_size=16, sampler=sampler) | {bound: value} for sampler, bound, values in (
-    ("eb-confidence", "gamma", (0.01, 0.1, 0.35, 0.8)), ("factor", "factor", (0.1, 0.5, 1.0, 2.0)),
-    ("threshold", "threshold", (0.5, 0.7, 0.9, 0.99))) for value in values)]
-BLOCKS, SHARES = (2, 4, 8, 16, 32), (0.1, 0.25, 0.5, 0.75, 1.0)        # of the MATP table: block sizes, shares masked
+SAMPLED = [("eb-confidence", "gamma", (0.01, 0.1, 0.35, 0.8)), ("factor", "factor", (0.1, 0.5, 1.0, 2.0)),
+           ("threshold", "threshold", (0.5, 0.7, 0.9, 0.99))]          # sampler, its bound, values
+FULL = [*CELLS, *(dict(mode="sbd", block_size=16, sampler=sampler) | {bound: value}
+                  for sampler, bound, values in SAMPLED for value in values)]
+BLOCKS, SHARES = (2, 4, 8, 16, 32), (0.1, 0.25, 0.5, 0.75, 1.0)        # of the MATP table: k, shares masked
+SBD_ONLY = ("gamma", "sampler", "factor", "threshold")
+CELL = ("mode", "block_size", "hedges", *SBD_ONLY)   # the fields of Options that make a cell
 
 
-# --------------------------------------------------------------------------------------- accuracy against forwards
+# ------------------------------------------------------------------------------ accuracy against forwards
 
-def sweep(model, tokenizer, problems, cells, batch_size=64, max_new_tokens=256, progress=lambda cell, done: None):
-    """Decode every problem once a cell -> one dict a cell:
-
-    cell; accuracy; tokens and nfe, both summed; speedup = tokens / nfe; window, verified only: mean tokens of a forward;
-    and by problem: outputs (token ids), nfes, right.
-    """
+def sweep(model, tokenizer, problems, cells, batch_size=64, max_new_tokens=256,
+          progress=lambda cell, done: None):
+    """Decode every problem once a cell -> one dict a cell, as `counted` makes it."""
     prompts = encode(tokenizer, problems)
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))    # rows of a batch end at about the same time
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))   # a batch's rows end together
     results = []
     for cell in cells:
-        rows, widths = {}, []
+        rows, widths = [None] * len(prompts), []
         for begin in range(0, len(order), batch_size):
             progress(cell, begin)
             part = order[begin:begin + batch_size]
-            for steps in decode(model, [prompts[i] for i in part], max_new_tokens=max_new_tokens, stop_ids=model.config.stop_ids, **cell):
+            for steps in decode(model, [prompts[i] for i in part], max_new_tokens=max_new_tokens, **cell):
                 for step in steps:
                     rows[part[step.row.index]] = step.row
-                    if cell["mode"] == "verified" and not (step.row.done and not step.accepted):   # else no forward was run
-                        d, k = len(step.drafted), cell.get("block_size", 16)
-                        widths.append(1 + d + (k * min(cell.get("hedges", 2), d + 1) if k > 1 else 0))
-        rows = [rows[i] for i in range(len(prompts))]
-        right = [grade(problem, tokenizer.decode(row.tokens)) for problem, row in zip(problems, rows)]
-        tokens, nfe = sum(len(row.tokens) for row in rows), sum(row.nfe for row in rows)
-        results.append(dict(cell=cell, accuracy=sum(right) / len(right), tokens=tokens, nfe=nfe, speedup=tokens / nfe,
-                            window=sum(widths) / len(widths) if widths else None, outputs=[row.tokens for row in rows],
-                            nfes=[row.nfe for row in rows], right=right))
+                    forward = step.accepted or not step.row.done       # else its last token was known already
+                    if cell["mode"] == "verified" and forward:
+                        widths.append(window(len(step.drafted), Options(**cell)))
+        outputs = [row.tokens for row in rows]
+        results.append(counted(cell, outputs, [row.nfe for row in rows], graded(tokenizer, problems, outputs),
+                               sum(widths) / len(widths) if widths else None))
     return results
 
 
@@ -78,20 +75,39 @@ def encode(tokenizer, problems):
     return [bos + tokenizer.encode(p.prompt) for p in problems]
 
 
-def clock(jobs, max_new_tokens, progress):
-    """Tokens a second of each job (model, cell, prompts) at batch 1; problem by problem all jobs in turn, so that
-    whatever else slows the machine slows them all."""
-    seconds, tokens = [0.0] * len(jobs), [0] * len(jobs)
-    for turn in range(-1, len(jobs[0][2])):                                # the first turn warms up and is not counted
-        progress(turn)
+def graded(tokenizer, problems, outputs):
+    return [grade(problem, tokenizer.decode(tokens)) for problem, tokens in zip(problems, outputs)]
+
+
+def window(d, o):
+    """Tokens of a forward of verified decoding: [next | d drafted | a block for each likely outcome]."""
+    return 1 + d + (o.block_size * min(o.hedges, d + 1) if o.block_size > 1 else 0)
+
+
+def counted(cell, outputs, nfes, right, window):
+    """One cell's result. By problem: outputs (token ids), nfes, right; then what they sum to. window: mean
+    tokens of a forward, of verified decoding only."""
+    tokens, nfe = sum(map(len, outputs)), sum(nfes)
+    return dict(cell=cell, accuracy=sum(right) / len(right), tokens=tokens, nfe=nfe, speedup=tokens / nfe,
+                window=window, outputs=outputs, nfes=nfes, right=right)
+
+
+def clock(jobs, max_new_tokens):
+    """Tokens a second of each job (model, cell, prompts) at batch 1; problem by problem all jobs in turn, so
+    that whatever else slows the machine slows them all."""
+    seconds, tokens, turns = [0.0] * len(jobs), [0] * len(jobs), len(jobs[0][2])
+    for turn in range(-1, turns):    # the first one warms up and is not counted
+        bar((turn + 1) / (turns + 1), f"wall clock, problem {turn + 1} of {turns}", turn <= 0)
         for j, (model, cell, prompts) in enumerate(jobs):
             began, n = time.perf_counter(), 0
-            for steps in decode(model, [prompts[max(turn, 0)]], max_new_tokens=max_new_tokens, stop_ids=model.config.stop_ids, **cell):
+            for steps in decode(model, [prompts[max(turn, 0)]], max_new_tokens=max_new_tokens, **cell):
                 n += sum(len(step.final) for step in steps)
             if turn >= 0:
                 seconds[j], tokens[j] = seconds[j] + time.perf_counter() - began, tokens[j] + n
     return [n / s for n, s in zip(tokens, seconds)]
 
+
+# --------------------------------------------------------------------------------------------- statistics
 
 def wilson(right, n, z=1.959963984540054):
     """Wilson's 95% interval of a share, right of n."""
@@ -115,9 +131,9 @@ def mcnemar(only_first, only_second):
 
 def label(cell, bound=True):
     """A cell in words, "eb k=16 gamma=0.1"; without its bound: what is one line of the plot."""
-    mode = cell["mode"]
-    words = [cell.get("sampler", "eb") if mode == "sbd" else mode] + ([f"k={cell.get('block_size', 16)}"] if mode != "ntp" else [])
-    short = {"hedges": "h"} | {key: key for key in ("gamma", "factor", "threshold")}
+    o = Options(**cell)
+    words = [o.sampler if o.mode == "sbd" else o.mode] + [f"k={o.block_size}"] * (o.mode != "ntp")
+    short = dict(hedges="h", gamma="gamma", factor="factor", threshold="threshold")
     return " ".join(words + [f"{short[key]}={cell[key]}" for key in short if bound and key in cell])
 
 
@@ -127,12 +143,11 @@ def summary(results, seed=0):
     several, rows = len({r.get("model") for r in results}) > 1, []
     for r in results:
         n, base, lengths = len(r["right"]), ntp.get(r.get("model")), [len(t) for t in r["outputs"]]
-        row = dict(decoding=(f"{r['model']}: " if several else "") + label(r["cell"]), problems=n, accuracy=r["accuracy"])
-        row["accuracy_low"], row["accuracy_high"] = wilson(sum(r["right"]), n)
-        row["mean_nfe"] = r["nfe"] / n
-        row["mean_nfe_low"], row["mean_nfe_high"] = bootstrap(r["nfes"], [1] * n, seed)
-        row["speedup"] = r["speedup"]
-        row["speedup_low"], row["speedup_high"] = bootstrap(lengths, r["nfes"], seed)
+        row = dict(decoding=(f"{r['model']}: " if several else "") + label(r["cell"]), problems=n)
+        for key, value, interval in (("accuracy", r["accuracy"], wilson(sum(r["right"]), n)),
+                                     ("mean_nfe", r["nfe"] / n, bootstrap(r["nfes"], [1] * n, seed)),
+                                     ("speedup", r["speedup"], bootstrap(lengths, r["nfes"], seed))):
+            row[key], (row[f"{key}_low"], row[f"{key}_high"]) = value, interval
         if base is not None:
             pairs = list(zip(r["right"], base["right"]))
             row["as_ntp"] = sum(map(list.__eq__, r["outputs"], base["outputs"])) / n
@@ -143,22 +158,27 @@ def summary(results, seed=0):
 
 
 def table(results, seed=0) -> str:
-    """The results as Markdown. [ ] are 95% intervals: Wilson's for accuracy, else a bootstrap over problems; p is
-    McNemar's, of the difference in accuracy to NTP; the window is verified decoding's, tokens of a forward; wall clock
-    is tokens/s at batch 1 over NTP's."""
-    lines = ["| decoding | accuracy, % | mean NFE | NFE speedup | as NTP, % | p | mean window | wall clock |", "|---|" + "---|" * 7]
-    show = lambda value, form: "-" if value is None else format(value, form)
+    """The results as Markdown. [ ] are 95% intervals: Wilson's for accuracy, else a bootstrap over problems;
+    p is McNemar's, of the difference in accuracy to NTP; the window is verified decoding's, tokens of a
+    forward; wall clock is tokens/s at batch 1 over NTP's."""
+    def one(key, form, unit=1):
+        return "-" if s.get(key) is None else format(unit * s[key], form)
+
+    def interval(key, form, unit=1):
+        return "{} [{}, {}]".format(*(one(key + end, form, unit) for end in ("", "_low", "_high")))
+
+    lines = ["| decoding | accuracy, % | mean NFE | NFE speedup | as NTP, % | p | mean window | wall clock |",
+             "|---|" + "---|" * 7]
     for s in summary(results, seed):
-        interval = lambda key, form, unit=1: f"{s[key] * unit:{form}} [{s[key + '_low'] * unit:{form}}, {s[key + '_high'] * unit:{form}}]"
-        as_ntp = None if s.get("as_ntp") is None else 100 * s["as_ntp"]
-        lines.append(f"| {s['decoding']} | {interval('accuracy', '.1f', 100)} | {interval('mean_nfe', '.1f')} | {interval('speedup', '.2f')} "
-                     f"| {show(as_ntp, '.1f')} | {show(s.get('p'), '.2g')} "
-                     f"| {show(s['window'], '.1f')} | {show(s.get('wall_clock'), '.2f')} |")
+        cells = [s["decoding"], interval("accuracy", ".1f", 100), interval("mean_nfe", ".1f"),
+                 interval("speedup", ".2f"), one("as_ntp", ".1f", 100), one("p", ".2g"), one("window", ".1f"),
+                 one("wall_clock", ".2f")]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def plot(results, path, seed=0):
-    """Accuracy against mean NFE, a line for each sampler and block size, Wilson's intervals shaded (Fig. 5, 12, 13)."""
+    """Accuracy against mean NFE, a line for each sampler and block size, Wilson's intervals shaded."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -170,7 +190,8 @@ def plot(results, path, seed=0):
             (s["mean_nfe"], *(100 * s[key] for key in ("accuracy", "accuracy_low", "accuracy_high"))))
     for name, points in lines.items():
         x, y, low, high = np.array(sorted(points)).T
-        line, = axes.plot(x, y, "k*" if name == "ntp" else "o-", markersize=10 if len(x) == 1 else 4, label=name)
+        style, size = "k*" if name == "ntp" else "o-", 10 if len(x) == 1 else 4
+        line, = axes.plot(x, y, style, markersize=size, label=name)
         axes.fill_between(x, low, high, alpha=0.15, color=line.get_color(), linewidth=0)
         if len(x) == 1:
             axes.errorbar(x, y, np.stack((y - low, high - y)), color=line.get_color(), capsize=3)
@@ -179,51 +200,62 @@ def plot(results, path, seed=0):
     axes.xaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     axes.grid(alpha=0.3)
     axes.legend()
-    write_whole(path, lambda temporary: figure.savefig(temporary, format=path.suffix[1:] or "png", dpi=150))
+    write_whole(path, lambda temporary: figure.savefig(temporary, format=path.suffix[1:], dpi=150))
 
+
+# -------------------------------------------------------------------------------- a sweep that can be resumed
 
 def compare(args, models, cells):
-    """Run the cells of every model that results.json does not hold yet, write it after each, print the table."""
+    """Run the cells of every model that results.json does not hold yet, write it after each, print all."""
     path, tasks = args.out_dir / "results.json", problems("val", args.limit or 500)
-    code = ("generate.py", "eb_sampler.py", "kv_cache.py", "model.py", "tokenizer.py", "data/word_problems/prepare.py")
-    options = dict(problems=len(tasks), max_new_tokens=args.max_new_tokens, device=args.device, dtype=str(next(iter(models.values()))[0].lm_head.weight.dtype),
-                   code=hashlib.sha256(b"".join((HERE / name).read_bytes() for name in code)).hexdigest(),
-                   **{f"weights of {name}": weights_hash(model) for name, (model, _) in models.items()})
-    found, before, notes = *read_results(path, options, args.overwrite), []
-    wanted_cells = [(name, cell) for name in models for cell in cells[name]]
-    results = [r for r in found if (r["model"], r["cell"]) in wanted_cells]
-    others = [r for r in found if (r["model"], r["cell"]) not in wanted_cells]
+    options, before, found = run_options(args, models, len(tasks)), {}, []
+    if path.exists() and not args.overwrite:
+        before, found = read_results(path, options, {name: t for name, (_, t) in models.items()}, tasks)
+    jobs = [(name, cell) for name in models for cell in cells[name]]
+    results = [r for r in found if (r["model"], r["cell"]) in jobs]
+    others = [r for r in found if r not in results]
     if results:
-        print(f"{path} holds {len(results)} of {len(wanted_cells)} cells: going on from there", file=sys.stderr)
+        print(f"{path} holds {len(results)} of {len(jobs)} cells: going on from there", file=sys.stderr)
+    notes = [note(name, *models[name], tasks[:64], args.seed) for name in models]
 
     def save():
-        summaries = summary(results, args.seed)
-        content = dict(options=before | options, notes=notes, summary=summaries, results=results + others)
-        write_whole(path, lambda temporary: temporary.write_text(json.dumps(content)))
-        write_csv(path.with_suffix(".csv"), summaries)
+        statistics = summary(results, args.seed)
+        write_json(path, dict(options=before | options, notes=notes, summary=statistics,
+                              results=results + others))
+        write_csv(path.with_suffix(".csv"), statistics)
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    notes += [note(name, model, tokenizer, tasks[:64], args.seed) for name, (model, tokenizer) in models.items()]
-    missing = [job for job in wanted_cells if job not in [(r["model"], r["cell"]) for r in results]]
+    missing = [job for job in jobs if job not in [(r["model"], r["cell"]) for r in results]]
     for i, (name, cell) in enumerate(missing):
-        say = lambda cell, done: bar((i + done / len(tasks)) / len(missing), f"{name}: {label(cell)}", done == 0)
-        result, = sweep(*models[name], tasks, [cell], args.batch_size, args.max_new_tokens, say)
+        def progress(cell, done):
+            bar((i + done / len(tasks)) / len(missing), f"{name}: {label(cell)}", done == 0)
+        result, = sweep(*models[name], tasks, [cell], args.batch_size, args.max_new_tokens, progress)
         results.append(result | dict(model=name))
-        results.sort(key=lambda r: wanted_cells.index((r["model"], r["cell"])))
+        results.sort(key=lambda r: jobs.index((r["model"], r["cell"])))
         save()
     timed = min(args.timed, len(tasks))
-    if timed and not all("rate" in r and r["timed"] == timed for r in results):
+    if timed and not all(r.get("timed") == timed for r in results):
         prompts = {name: encode(tokenizer, tasks[:timed]) for name, (_, tokenizer) in models.items()}
-        rates = clock([(models[r["model"]][0], r["cell"], prompts[r["model"]]) for r in results], args.max_new_tokens,
-                      lambda turn: bar((turn + 1) / (timed + 1), f"wall clock, problem {turn + 1} of {timed}", turn <= 0))
+        rates = clock([(models[r["model"]][0], r["cell"], prompts[r["model"]]) for r in results],
+                      args.max_new_tokens)
         for r, rate in zip(results, rates):
             r.update(rate=rate, timed=timed)
     bar(1.0, "", False)
     save()
-    print(table(results, args.seed) + "\n\n" + "\n".join(notes) + f"\n{len(tasks)} problems; {path}, {path.with_suffix('.csv')}")
+    print(table(results, args.seed), "", *notes, sep="\n")
+    print(f"{len(tasks)} problems; {path}, {path.with_suffix('.csv')}")
     if args.plot:
         plot(results, args.plot, args.seed)
         print(args.plot)
+
+
+def run_options(args, models, num_problems):
+    """What has to be the same for results to stand in one table."""
+    code = ("generate.py", "eb_sampler.py", "kv_cache.py", "model.py", "tokenizer.py",
+            "data/word_problems/prepare.py")
+    return dict(problems=num_problems, max_new_tokens=args.max_new_tokens, device=args.device,
+                dtype=str(next(iter(models.values()))[0].lm_head.weight.dtype),
+                code=hashlib.sha256(b"".join((HERE / name).read_bytes() for name in code)).hexdigest(),
+                **{f"weights of {name}": weights_hash(model) for name, (model, _) in models.items()})
 
 
 def weights_hash(model):
@@ -234,24 +266,55 @@ def weights_hash(model):
     return h.hexdigest()
 
 
-def read_results(path, options, overwrite):
-    """The finished cells and the options of a run with the same options; ValueError if the file is another run's."""
-    if overwrite or not path.exists():
-        return [], {}
+def read_results(path, options, tokenizers, tasks):
+    """The options and the finished cells of an earlier run with the same options; ValueError if the file is
+    damaged or another run's. Models that were not there before may join."""
+    advice = "give --overwrite to start anew, or another --out_dir"
+    need(path.is_file(), f"{path} is no file: {advice}")
     try:
-        stored = json.loads(path.read_text())
-        results, before = stored["results"], stored["options"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is damaged: give --overwrite or another --out_dir") from None
-    differs = [key if len(str(value)) > 20 else f"{key} ({before[key]}, now {value})" for key, value in options.items() if before.get(key, value) != value]
-    if differs:
-        raise ValueError(f"{path} holds results with other {', '.join(differs)}: give --overwrite to start anew, or another --out_dir")
-    return results, before
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        models = {key: value for key, value in options.items() if key.startswith("weights of ")}
+        before = models | stored["options"]
+        differs = [key if len(str(before[key])) > 20 else f"{key} ({before[key]}, now {value})"
+                   for key, value in options.items() if before[key] != value]
+        found = [] if differs else [restored(r, before, tokenizers, tasks) for r in stored["results"]]
+        cells = [(r["model"], r["cell"]) for r in found]
+        need(all(cells.count(cell) == 1 for cell in cells), "a cell twice")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{path} is damaged: {advice}") from None
+    need(not differs, f"{path} holds results with other {', '.join(differs)}: {advice}")
+    return before, found
+
+
+def restored(r, options, tokenizers, tasks):
+    """A stored result, nothing of it believed: every figure by problem is checked, sums are counted again.
+    Raises ValueError, KeyError or TypeError for what `compare` cannot have written."""
+    def are(kind, values, least=0, most=2**31):
+        return type(values) is list and all(type(x) is kind and least <= x <= most for x in values)
+
+    cell, outputs, nfes, right, mean = (r[key] for key in ("cell", "outputs", "nfes", "right", "window"))
+    timed = {key: r[key] for key in ("rate", "timed") if key in r}
+    o, n, tokenizer = Options(**cell), len(tasks), tokenizers.get(r["model"])
+    k = 1 if o.mode == "ntp" else o.block_size                         # a forward decides 1 to k tokens,
+    behind = k - 1 if o.mode == "sbd" else 0                           # some of them behind the end
+    good = (f"weights of {r['model']}" in options and len(outputs) == len(nfes) == len(right) == n
+            and are(bool, right) and are(int, nfes, 1)
+            and all(are(int, t) and 1 <= len(t) <= options["max_new_tokens"] for t in outputs)
+            and all(len(t) / k <= nfe <= len(t) + behind for t, nfe in zip(outputs, nfes))
+            and (mean is None or o.mode == "verified" and are(float, [mean], 1, window(k - 1, o)))
+            and (not timed or are(float, [timed["rate"]], 1e-9) and are(int, [timed["timed"]], 1, n))
+            and (not tokenizer or right == graded(tokenizer, tasks, outputs)))
+    need(good, "damaged")
+    return counted(cell, outputs, nfes, right, mean) | timed | dict(model=r["model"])
+
+
+def write_json(path, content):
+    write_whole(path, lambda file: file.write_text(json.dumps(content, default=str), encoding="utf-8"))
 
 
 def write_csv(path, rows):
     def write(temporary):
-        with temporary.open("w", newline="") as file:
+        with temporary.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
             writer.writeheader()
             writer.writerows(rows)
@@ -262,324 +325,192 @@ def bar(share, text, new):
     """A progress bar where stderr is a terminal, else a line for what is new."""
     if sys.stderr.isatty():
         done = round(30 * share)
-        print("\r\033[K" + (f"[{'#' * done}{'.' * (30 - done)}] {share:4.0%}  {text}" if text else ""), end="", file=sys.stderr, flush=True)
+        line = f"[{'#' * done}{'.' * (30 - done)}] {share:4.0%}  {text}" if text else ""
+        print("\r\033[K" + line, end="", file=sys.stderr, flush=True)
     elif new:
         print(f"{share:4.0%}  {text}", file=sys.stderr, flush=True)
 
 
-# --------------------------------------------------------------------------------------- likelihoods (Table 2)
+# ----------------------------------------------------------------------------------- likelihoods (Table 2)
 
 @torch.no_grad()
 def losses(model, batches, block_size, eta, seed=0):
-    """Mean NTP and MATP losses in nats over the targets of Batches, each token masked with probability eta. Stop
-    copies are noise but no targets, and the noise is the same for every block size: so are the MATP targets."""
+    """Mean NTP and MATP losses in nats over the targets of Batches, each token masked with probability eta.
+    Stop copies are noise but no targets. All block sizes have the same noise and so the same MATP targets."""
     sums, counts = [0.0, 0.0], [0, 0]
     for i, b in enumerate(batches):
         b = b.to(model.lm_head.weight.device)
         ntp_mask = targets(b, 1)[1]
         noise = lambda: torch.Generator(b.tokens.device).manual_seed((seed << 32) + i)
-        result = sbd_loss(model, b.tokens, block_size, b.loss_mask, ntp_mask, b.doc_ids, eta=eta, generator=noise())
-        n = [int(ntp_targets(b.tokens, ntp_mask, b.doc_ids).sum()),
-             int((mask_tokens(b.tokens, model.config.mask_id, eta, noise())[1] & b.loss_mask).sum())]
+        result = sbd_loss(model, b.tokens, block_size, b.loss_mask, ntp_mask, b.doc_ids, eta=eta,
+                          generator=noise())
+        is_masked = mask_tokens(b.tokens, model.config.mask_id, eta, noise())[1]
+        n = int(ntp_targets(b.tokens, ntp_mask, b.doc_ids).sum()), int((is_masked & b.loss_mask).sum())
         sums = [s + float(mean) * c for s, mean, c in zip(sums, (result.ntp, result.matp), n)]
         counts = [c + m for c, m in zip(counts, n)]
     return [s / max(c, 1) for s, c in zip(sums, counts)]
 
 
 def verdict(name, batches, ntp, matp):
-    """Says whether masked-token predictions are trained: `matp` is a loss with half of all tokens masked in blocks of
-    two, where a trained model is about as good as NTP, and an untrained one no better than a guess by frequency."""
+    """Says whether masked-token predictions are trained: `matp` is a loss with half of all tokens masked in
+    blocks of two, where a trained model is about as good as NTP, and an untrained one no better than a guess
+    by frequency."""
     counts = torch.cat([b.tokens[b.loss_mask] for b in batches]).unique(return_counts=True)[1].double()
     guess = -float((counts / counts.sum()).log() @ (counts / counts.sum()))
-    figures = f"{matp:.3g} nats a masked token in blocks of 2, half masked; next-token loss {ntp:.3g}, a guess by frequency {guess:.3g}"
+    figures = (f"{matp:.3g} nats a masked token in blocks of 2, half masked; next-token loss {ntp:.3g}, "
+               f"a guess by frequency {guess:.3g}")
     if matp > min(guess, (ntp + guess) / 2):
-        return f"{name} is no SBD model: its masked-token predictions are UNTRAINED ({figures}); of its figures only those of ntp mean anything."
+        return (f"{name} is no SBD model: its masked-token predictions are UNTRAINED ({figures}); "
+                "of its figures only those of ntp mean anything.")
     return f"{name} predicts masked tokens: {figures}."
 
 
 def note(name, model, tokenizer, problems, seed):
     """The verdict on a model, from the problems' own solutions."""
     if model.config.mask_id is None:
-        return f"{name} names no mask token, so only ntp is evaluated: give --mask_id, an id of its vocabulary that text never uses."
-    texts = [(p, tokenizer.encode(q.solution)) for p, q in zip(encode(tokenizer, problems), problems)]
-    L = max(len(p) + len(s) for p, s in texts)
-    tokens, doc_ids, is_target = torch.zeros(len(texts), L, dtype=torch.int64), torch.ones(len(texts), L, dtype=torch.int64), torch.zeros(len(texts), L, dtype=torch.bool)
-    for row, (p, s) in enumerate(texts):
-        tokens[row, :len(p) + len(s)] = torch.tensor(p + s)
-        doc_ids[row, :len(p) + len(s)], is_target[row, len(p):len(p) + len(s)] = 0, True   # padding is a document of its own
-    batches = [Batch(*part) for part in zip(*(t.split(8) for t in (tokens, doc_ids, is_target, torch.zeros_like(is_target))))]
+        return f"{name} names no mask token, so only ntp is evaluated: give --mask_id."
+    batches = []
+    for prompt, problem in zip(encode(tokenizer, problems), problems):
+        solution = tokenizer.encode(problem.solution)
+        is_target = torch.tensor([[False] * len(prompt) + [True] * len(solution)])
+        no = torch.zeros_like(is_target)
+        batches.append(Batch(torch.tensor([prompt + solution]), no.long(), is_target, no))
     return verdict(name, batches, *losses(model, batches, 2, 0.5, seed))
 
 
 def likelihood(args, name, model, tokenizer):
     """Validation NTP loss, and MATP loss by block size and share of masked tokens."""
-    folder = Path(args.dataset) if Path(args.dataset).is_dir() else HERE / "data" / args.dataset
-    data = Dataset(folder, args.split)
-    if data.meta["tokenizer_hash"] != tokenizer.hash or data.vocab_size > model.config.vocab_size:
-        raise ValueError(f"{folder} was tokenized with another vocabulary ({data.meta['tokenizer']}) than {name}'s: prepare it with --tokenizer={model.folder}")
-    if not 2 <= args.seq_len <= model.config.max_position_embeddings:
-        raise ValueError(f"--seq_len {args.seq_len}: wanted 2 to {model.config.max_position_embeddings}, the model's context")
+    need_mask(model.config, name)
+    data, context = Dataset(data_folder(args), args.split), model.config.max_position_embeddings
+    need(data.meta["tokenizer_hash"] == tokenizer.hash and data.vocab_size <= model.config.vocab_size,
+         f"{data.dir} was tokenized with another vocabulary ({data.meta['tokenizer']}) than {name}'s: "
+         f"prepare it with --tokenizer={model.folder}")
+    need(args.seq_len <= context, f"--seq_len {args.seq_len}: wanted 2 to {context}, the model's context")
     rows = pack(data, args.seq_len, max(BLOCKS) - 1, args.seed)
-    count = min(len(rows), args.limit or 64)
-    batches = [batch(rows, range(i, min(i + args.batch_size, count))) for i in range(0, count, args.batch_size)]
-    if model.config.mask_id is None:
-        raise ValueError(f"{name} names no mask token: give --mask_id, an id of its vocabulary that text never uses")
-    found, lines = {}, ["| block size |" + "".join(f" {share:.0%} masked |" for share in SHARES), "|---" * (1 + len(SHARES)) + "|"]
+    parts = torch.arange(min(len(rows), args.limit or 64)).split(args.batch_size)
+    batches = [batch(rows, part.tolist()) for part in parts]
+    found = {}
     for k in BLOCKS:
         for share in SHARES:
             bar(len(found) / (len(BLOCKS) * len(SHARES)), f"block size {k}, {share:.0%} masked", True)
             found[k, share] = losses(model, batches, k, share, args.seed)
-        lines.append(f"| {k} |" + "".join(f" {found[k, share][1]:.4f} |" for share in SHARES))
     bar(1.0, "", False)
-    ntp = found[BLOCKS[0], SHARES[0]][0]
-    about = [f"NTP loss {ntp:.4f} nats a token, {args.split} split of {folder}, {count} rows of {args.seq_len} tokens",
-             verdict(name, batches, ntp, found[2, 0.5][1])]
-    print("\n".join([*about, "MATP loss, nats a masked token:", *lines]))
-    args.out_dir.mkdir(parents=True, exist_ok=True)
+    ntp, matp = found[BLOCKS[0], SHARES[0]][0], found[2, 0.5][1]
+    about = [f"NTP loss {ntp:.4f} nats a token, {args.split} split of {data.dir}, {sum(map(len, parts))} "
+             f"rows of {args.seq_len} tokens", verdict(name, batches, ntp, matp)]
+    print(*about, "MATP loss, nats a masked token:", sep="\n")
+    print("| block size |" + "".join(f" {share:.0%} masked |" for share in SHARES))
+    print("|---" * (1 + len(SHARES)) + "|")
+    for k in BLOCKS:
+        print(f"| {k} |" + "".join(f" {found[k, share][1]:.4f} |" for share in SHARES))
     rows = [dict(block_size=k, share=share, ntp=a, matp=b) for (k, share), (a, b) in found.items()]
-    write_whole(args.out_dir / "likelihood.json", lambda temporary: temporary.write_text(json.dumps(dict(notes=about, results=rows), indent=1)))
+    write_json(args.out_dir / "likelihood.json", dict(notes=about, results=rows))
     write_csv(args.out_dir / "likelihood.csv", rows)
 
 
-# --------------------------------------------------------------------------------------- benchmarks through lm-eval
-
-@contextlib.contextmanager
-def harness():
-    """The lm_eval package. It imports Hugging Face's `evaluate`, a package with this file's name, so that one goes
-    into sys.modules for as long as the harness works."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("--tasks needs the package lm-eval, which is not installed: pip install lm-eval")
-    path, own = list(sys.path), sys.modules.pop("evaluate", None)
-    sys.path[:] = [p for p in path if Path(p).resolve() != HERE]
-    try:
-        importlib.import_module("evaluate")
-        import lm_eval
-        import lm_eval.tasks
-        import lm_eval.utils
-        sys.path[:] = path
-        yield lm_eval
-    finally:
-        sys.path[:] = path
-        if own is not None:
-            sys.modules["evaluate"] = own
+def data_folder(args):
+    return Path(args.dataset) if Path(args.dataset).is_dir() else HERE / "data" / args.dataset
 
 
-def harness_model(model, tokenizer, cell, batch_size=64, max_new_tokens=256, seed=0, progress=lambda share, text: None):
-    """An lm_eval model (inside `with harness()`): likelihoods in NTP mode, texts decoded as `cell` says. Its .spent
-    counts, by task, texts, tokens until the end of the solution (stop text, stop id or limit) and forwards."""
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-    device, context, stop_ids = model.lm_head.weight.device, model.config.max_position_embeddings, {*model.config.stop_ids, tokenizer.eos_id}
-    special, names = set(tokenizer.special_ids.values()), any_of(tokenizer.added)
-
-    class SBD(TemplateLM):
-        eot_token_id = tokenizer.eos_id
-        prefix_token_id = tokenizer.special_ids.get(tokenizer.token_name("bos_token"), tokenizer.eos_id)
-        tokenizer_name = str(tokenizer.folder)
-
-        def __init__(self):
-            super().__init__()
-            self.spent = {}
-
-        def tok_encode(self, string, add_special_tokens=None, **kwargs):
-            ids = tokenizer.encode_added(string, names)                    # a rendered chat template names special tokens
-            bos = [] if add_special_tokens is False or tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id]
-            return bos + ids
-
-        def apply_chat_template(self, chat_history, add_generation_prompt=True):
-            text = tokenizer.render(chat_history, add_generation_prompt)
-            if add_generation_prompt:
-                return text
-            last = chat_history[-1]["content"].strip()                     # a reply to go on with: nothing behind it
-            return text[:text.rindex(last) + len(last)]
-
-        @torch.inference_mode()
-        def _loglikelihood_tokens(self, requests, **kwargs):
-            groups, answers, size = {}, [None] * len(requests), max(1, LOGITS // model.config.vocab_size)
-            for i, (_, before, target) in enumerate(requests):             # choices of one token share their forward
-                groups.setdefault(tuple((before + target)[-context - 1:-1]), []).append((i, target[-context:]))
-            inputs = sorted(groups, key=len, reverse=True)
-            for begin in range(0, len(inputs), batch_size):
-                progress(begin / len(inputs), "loglikelihood")
-                part = inputs[begin:begin + batch_size]
-                hidden = model.hidden(torch.tensor([[*ids] + [0] * (len(part[0]) - len(ids)) for ids in part]).to(device))   # (B, L, C)
-                for h, ids in zip(hidden, part):
-                    for i, target in groups[ids]:
-                        total, greedy, n = 0.0, True, len(target)
-                        for rows, t in zip(h[len(ids) - n:len(ids)].split(size), torch.tensor(target).to(device).split(size)):
-                            logits = model.lm_head(rows)                   # (n, V); the mask id is an ordinary one here
-                            p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-                            total, greedy = total + float(p.gather(-1, t[:, None]).sum()), greedy and bool((p.argmax(-1) == t).all())
-                        answers[i] = total, greedy
-            return answers
-
-        def loglikelihood_rolling(self, requests, disable_tqdm=False):
-            windows = [[(None, *make_disjoint_window(w)) for w in get_rolling_token_windows(self.tok_encode(r.args[0]), self.prefix_token_id, context, 1)]
-                       for r in requests]
-            scores = iter(self._loglikelihood_tokens([w for text in windows for w in text]))
-            return [sum(next(scores)[0] for _ in text) for text in windows]
-
-        def generate_until(self, requests, disable_tqdm=False):
-            prompts, groups, texts = [self.tok_encode(r.args[0]) for r in requests], {}, [""] * len(requests)
-            for i, (_, g) in enumerate(r.args for r in requests):
-                limits = [g[key] for key in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens") if g.get(key)]
-                limit, temperature = int((limits or [max_new_tokens])[0]), g.get("temperature") or 0.0
-                draw = dict(temperature=temperature, top_k=g.get("top_k"), top_p=g.get("top_p")) if g.get("do_sample", True) and temperature else {}
-                groups.setdefault((limit, *draw.items()), []).append(i)
-                prompts[i] = prompts[i][-(context - min(limit, context // 2)):]    # as much of its end as leaves room
-            done = 0
-            for (limit, *draw), order in groups.items():
-                order.sort(key=lambda i: -len(prompts[i]))
-                for part in (order[begin:begin + batch_size] for begin in range(0, len(order), batch_size)):
-                    progress(done / len(requests), "generate_until")
-                    until = [requests[i].args[1].get("until") or [] for i in part]
-                    streams = [TextStream(tokenizer, [u] if isinstance(u, str) else u) for u in until]
-                    spent = [self.spent.setdefault(requests[i].task_name, dict(texts=0, tokens=0, nfe=0)) for i in part]
-                    for steps in decode(model, [prompts[i] for i in part], max_new_tokens=limit, stop_ids=stop_ids, **cell | dict(seed=seed + done) | dict(draw)):
-                        for step in steps:
-                            row, stream = step.row, streams[step.row.index]
-                            for token in step.final:                       # one by one: no token behind a stop text counts
-                                spent[row.index]["tokens"] += 1
-                                texts[part[row.index]] += stream.feed([] if token in special or token in stop_ids else [token])
-                                if stream.found:
-                                    row.done = True
-                                    break
-                            if row.done:
-                                texts[part[row.index]] += stream.feed([], end=True)
-                                spent[row.index]["texts"], spent[row.index]["nfe"] = spent[row.index]["texts"] + 1, spent[row.index]["nfe"] + row.nfe
-                    done += len(part)
-            return texts
-
-    return SBD()
-
-
-def benchmark(args, model, tokenizer, cell):
-    """Run lm-eval's tasks and print its table, and the NFE speedup of every task that generates."""
-    with harness() as lm_eval:
-        manager = lm_eval.tasks.TaskManager(include_path=str(args.include_path) if args.include_path else None)
-        names = args.tasks.split(",")
-        unknown = [name for name in names if not manager.match_tasks([name])]
-        if unknown:
-            raise ValueError(f"lm-eval knows no task {', '.join(unknown)}: python -m lm_eval ls tasks lists its own, --include_path adds a folder of yours")
-        lm = harness_model(model, tokenizer, cell, args.batch_size, args.max_new_tokens, args.seed, lambda share, text: bar(share, text, False))
-        try:
-            found = lm_eval.simple_evaluate(model=lm, tasks=names, num_fewshot=args.num_fewshot, limit=args.limit, apply_chat_template=args.chat,
-                                            task_manager=manager, confirm_run_unsafe_code=args.run_code, log_samples=False)
-        except OSError as error:
-            raise ValueError(f"lm-eval could not get the data of {args.tasks} ({(str(error).splitlines() or [type(error).__name__])[0]}): check the connection") from None
-        except ValueError as error:
-            if "HF_ALLOW_CODE_EVAL" not in str(error) and "unsafe" not in str(error):
-                raise
-            raise ValueError(f"{args.tasks}: scoring it runs code that the model wrote; where that is safe, give --run_code") from None
-        bar(1.0, "", False)
-        print("\n".join(lm_eval.utils.make_table(found, column) for column in ("results", "groups") if found.get(column)))
-    lines = [f"| task ({label(cell)}) | texts | tokens | forwards | NFE speedup |", "|---|---|---|---|---|"]
-    lines += [f"| {task} | {s['texts']} | {s['tokens']} | {s['nfe']} | {s['tokens'] / s['nfe']:.2f} |" for task, s in lm.spent.items()]
-    if lm.spent:
-        print("\n".join(lines))
-    args.out_dir.mkdir(parents=True, exist_ok=True)
-    content = dict(cell=cell, spent=lm.spent, **{key: found[key] for key in ("results", "groups", "n-shot", "n-samples", "versions") if key in found})
-    write_whole(args.out_dir / "tasks.json", lambda temporary: temporary.write_text(json.dumps(content, indent=1, default=str)))
-    return found
-
-
-# --------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------------- command line
 
 def parse(argv=None):
-    p = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, description=__doc__.split("\n")[0])
+    p = parser(__doc__)
     a = p.add_argument
-    a("--init_from", help=f"folder, training output, hub id owner/name, or preset: {', '.join(n for n, (_, hub) in PRESETS.items() if hub)}; default: the shipped models")
-    a("--mask_id", type=int, help="the mask token, where the model's config names none")
     a("--dataset", help="measure likelihoods on this folder of .bin files, or NAME for data/NAME")
     a("--split", default="val", help="--dataset: which split")
     a("--seq_len", type=int, default=512, help="--dataset: tokens a row")
-    a("--tasks", help="run these tasks of lm-eval, NAME,NAME,...")
-    a("--include_path", type=Path, help="--tasks: a folder with task files of your own")
-    a("--num_fewshot", type=int, help="--tasks: examples before the question; default: the task's own number")
-    a("--chat", action="store_true", help="--tasks: wrap prompts into the checkpoint's chat template")
-    a("--run_code", action="store_true", help="--tasks: allow tasks whose scoring runs code that the model wrote")
-    a("--mode", choices=("sbd", "ntp", "verified"), help="this and the six below: one cell in place of the sweep; default: sbd if a sampler's option is given, else verified")
-    a("--block_size", type=int, help="k, tokens decoded together; default 16")
-    a("--gamma", type=float, help="entropy budget of one step, nats; default 0.1")
-    a("--hedges", type=int, help="verified: blocks a window; default 2")
-    a("--sampler", choices=SAMPLERS, help="which masked tokens to reveal; default eb")
-    a("--factor", type=float, help="--sampler=factor: its f; default 1.0")
-    a("--threshold", type=float, help="--sampler=threshold: the confidence that reveals a token; default 0.9")
     a("--full", action="store_true", help="sweep the samplers eb-confidence, factor and threshold too")
-    a("--limit", type=int, help="word problems (default 500), rows of --dataset (64) or examples of each task (all)")
+    a("--limit", type=int, help="word problems (default 500) or rows of --dataset (64)")
     a("--timed", type=int, default=32, help="problems timed at batch 1; 0: none")
-    a("--max_new_tokens", type=int, default=256, help="most tokens a text, where a task names no limit")
+    a("--max_new_tokens", type=int, default=256, help="most tokens a text")
     a("--batch_size", type=int, default=64, help="rows decoded together")
-    a("--seed", type=int, default=0, help="of the bootstrap, the noise of --dataset, and tasks that sample")
-    a("--out_dir", type=Path, default=Path("out/eval"), help="results as JSON and CSV; an interrupted sweep goes on from them")
+    a("--seed", type=int, default=0, help="of the bootstrap and the noise of --dataset")
+    a("--out_dir", type=Path, default=Path("out/eval"), help="results; a stopped sweep goes on from them")
     a("--overwrite", action="store_true", help="start anew in an out_dir that holds other results")
-    a("--plot", type=Path, nargs="?", const=True, help="draw accuracy against mean NFE; default file: accuracy.png in out_dir")
-    a("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, mps")
-    a("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of weights and cache; default bfloat16 on cuda, else float32")
+    a("--plot", type=Path, nargs="?", const=True, help="accuracy against NFE; bare: OUT_DIR/accuracy.png")
+    add_model(p, "default: the shipped models", dtypes=("float32", "bfloat16", "float16", "float64"))
+    add_cell(p, "one cell in place of the sweep")
     args = p.parse_args(argv)
-    args.compile, args.plot = False, args.out_dir / "accuracy.png" if args.plot is True else args.plot
+    args.plot = args.out_dir / "accuracy.png" if args.plot is True else args.plot
     return args
+
+
+def add_cell(p, title):
+    """The options that make a cell; only those that are given are there after parsing, for `asked`."""
+    defaults = [f"{name} {getattr(Options(), name)}" for name in CELL[1:]]
+    about = f"defaults: mode sbd where an option of sbd is given, else verified; {', '.join(defaults)}"
+    group = p.add_argument_group(title, about)
+    add_options(group, Options, names=CELL, **dict.fromkeys(CELL, argparse.SUPPRESS))
+
+
+def asked(args):
+    """The cell that the decoding options name; None if there are none. Raises ValueError."""
+    given = {name: getattr(args, name) for name in CELL if hasattr(args, name)}
+    if not given:
+        return None
+    cell = dict(mode="sbd" if given.keys() & set(SBD_ONLY) else "verified") | given
+    Options(**cell)
+    return NTP if cell["mode"] == "ntp" else cell
+
+
+def need_between(args, **bounds):
+    """ValueError for an option outside its bounds, least and most; None is not given."""
+    for name, (least, most) in bounds.items():
+        value = getattr(args, name)
+        need(value is None or least <= value <= most, f"--{name} {value}: wanted {least} to {most}")
+
+
+def need_package(asked, option, module, package):
+    """ValueError if an option that was asked for needs what is not installed."""
+    need(not asked or importlib.util.find_spec(module), f"{option} needs {package}: pip install {package}")
+
+
+def open_folder(path):
+    """Make the folder of --out_dir; ValueError if nothing can be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ValueError(f"--out_dir {path} cannot be written ({error.strerror}): give another") from None
 
 
 def check(args):
     """What can be refused before a model is loaded."""
-    for name, least in (("limit", 1), ("timed", 0), ("max_new_tokens", 1), ("batch_size", 1), ("num_fewshot", 0), ("seed", 0)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name} {value}: wanted at least {least}")
-    if args.tasks and args.dataset:
-        raise ValueError("--tasks and --dataset: give one of them")
-    if args.plot and (args.tasks or args.dataset):
-        raise ValueError("--plot draws the sweep over word problems: it goes with neither --tasks nor --dataset")
-    for wanted, module, package in ((args.plot, "matplotlib", "matplotlib"), (args.tasks, "lm_eval", "lm-eval")):
-        if wanted and importlib.util.find_spec(module) is None:
-            raise ValueError(f"{'--plot' if module == 'matplotlib' else '--tasks'} needs the package {package}, which is not installed: pip install {package}")
-    if not args.tasks and not args.dataset:
-        problems("val", args.limit or 500)                                 # refuses more than there are
-
-
-def asked(args):
-    """The cell that the decoding options name; None if there are none."""
-    given = {key: getattr(args, key) for key in ("block_size", "gamma", "hedges", "sampler", "factor", "threshold") if getattr(args, key) is not None}
-    if not given and args.mode is None and not args.tasks:
-        return None
-    mode = args.mode or ("sbd" if given.keys() & {"gamma", "sampler", "factor", "threshold"} else "verified")
-    return dict(mode=mode) | (given if mode != "ntp" else {})
+    need_between(args, limit=(1, 10**6), timed=(0, 10**6), max_new_tokens=(1, 10**6), batch_size=(1, 4096),
+                 seed=(0, 2**31 - 1), seq_len=(2, 10**6))
+    need(args.dataset != "", "--dataset is empty: wanted a folder, or NAME for data/NAME")
+    need(not (args.plot and args.dataset), "--plot draws the sweep: it does not go with --dataset")
+    need_package(args.plot, "--plot", "matplotlib", "matplotlib")
+    if args.dataset:
+        Dataset(data_folder(args), args.split)
+    else:
+        problems("val", args.limit or 500)                             # refuses more than there are
+    open_folder(args.out_dir)
+    if args.plot:
+        view.check_path(args.plot, "--plot", (".png", ".svg", ".pdf"))
 
 
 def main(argv=None):
     args = parse(argv)
-    check(args)
     cell = asked(args)
-    args.mode = cell and cell["mode"]
-    model, tokenizer = load(args)
+    check(args)
+    sbd, verified = HERE / "checkpoints/tiny-sbd", HERE / "checkpoints/tiny-verified"
+    first = verified if cell and cell["mode"] == "verified" and verified.exists() else sbd
+    model, tokenizer = load_model(args, first)
     name = Path(args.init_from or model.folder).name
-    if args.tasks:
-        if args.run_code:
-            os.environ["HF_ALLOW_CODE_EVAL"] = "1"                         # the metric's own consent
-        return benchmark(args, model, tokenizer, cell if model.config.mask_id is not None or args.mode != "verified" else NTP)
     if args.dataset:
         return likelihood(args, name, model, tokenizer)
     models, cells = {name: (model, tokenizer)}, {name: FULL if args.full else CELLS}
     if cell:
         cells[name] = [NTP] + [cell] * (cell != NTP)
-    elif not args.init_from and (shipped := HERE / "checkpoints/tiny-verified").exists():
-        verified = Llama.from_pretrained(shipped, args.device, model.lm_head.weight.dtype)
-        models[shipped.name] = verified, Tokenizer.from_pretrained(shipped)
-        cells[shipped.name] = [NTP, *(c | dict(block_size=32) for c in VERIFIED)]
+    elif not args.init_from and verified.exists():
+        second = Llama.from_pretrained(verified, args.device, model.lm_head.weight.dtype)
+        models[verified.name] = second, Tokenizer.from_pretrained(verified)
+        cells[verified.name] = [NTP, *(c | dict(block_size=32) for c in VERIFIED)]
     cells |= {name: [NTP] for name in models if models[name][0].config.mask_id is None}
-    for name, (model, _) in models.items():
-        for cell in cells[name]:                                           # refuses what cannot be decoded before anything is
-            generate(model, [[0]], max_new_tokens=0, **cell)
     compare(args, models, cells)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        print(f"eval.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("\neval.py: interrupted; the same command goes on behind the last finished cell", file=sys.stderr)
-        sys.exit(130)
+    run(main, note="interrupted; the same command goes on behind the last finished cell")

@@ -1,7 +1,7 @@
-"""What each forward did, to look at: `generate.py --trace out.html`, a page, or `--trace out.svg`, a picture.
+"""What each forward did, live in the terminal, as a page (generate.py --trace out.html), as a picture.
 
-Which forward decided each token, how a block fills in out of order (Algorithm 2), which drafts verified decoding kept
-(method section 10). Both files stand alone: no network, no fonts, no script needed. The pictures of the README:
+Which forward decided each token, how a block fills in out of order (Algorithm 2), which drafts verified
+decoding kept (method section 10). Page and picture stand alone: no network, no fonts, no script needed:
 
     python generate.py --gamma 0.1 --trace docs/trace.svg
     python generate.py --mode verified --trace docs/trace-verified.svg
@@ -14,31 +14,40 @@ from collections import Counter, namedtuple
 from dataclasses import replace
 from html import escape
 
-from hf import write_whole
+from hf import need, write_whole
 
 # Colours, (light, dark). Forwards take c0 to c5 in turn: neighbours differ in hue and in lightness.
-FILLS = dict(page=("#ffffff", "#0d1117"), slot=("#eef1f4", "#1c2129"), c0=("#ffdfb0", "#8a5a14"), c1=("#7cc0f2", "#0f4168"),
-             c2=("#f7ee9c", "#716b17"), c3=("#bba6e8", "#42297a"), c4=("#bff0d8", "#1f6e4e"), c5=("#f2a0ae", "#6b1d35"))
+FILLS = dict(page=("#ffffff", "#0d1117"), slot=("#eef1f4", "#1c2129"), c0=("#ffdfb0", "#8a5a14"),
+             c1=("#7cc0f2", "#0f4168"), c2=("#f7ee9c", "#716b17"), c3=("#bba6e8", "#42297a"),
+             c4=("#bff0d8", "#1f6e4e"), c5=("#f2a0ae", "#6b1d35"))
 INKS = {".ink,text": ("#1f2328", "#f0f6fc"), ".dim,.mask,.behind": ("#59636e", "#9da7b3")}
-EM, LINE, MARGIN, GUTTER, WIDTH = 8.43, 24, 16, 17, 108      # of a picture: a column, a line, the border in pixels; columns
-LEGEND = dict(sbd=[("new", "c1", "decided now"), ("old", "c2", "decided earlier"), ("mask", "slot", "masked"), ("behind", "", "behind the end")],
-              verified=[("next", "c1", "next token"), ("new", "c1", "accepted draft"), ("rejected", "", "rejected"), ("behind", "", "discarded"),
-                        ("fix", "", "correction")], ntp=[("new", "c1", "decided now")])
+EM, LINE, MARGIN, GUTTER, WIDTH = 8.43, 24, 16, 17, 108   # of a picture: pixels; columns
+LEGEND = dict(sbd=[("new", "c1", "decided now"), ("old", "c2", "decided earlier"), ("mask", "slot", "masked"),
+                   ("behind", "", "behind the end")],
+              verified=[("next", "c1", "next token"), ("new", "c1", "accepted draft"),
+                        ("rejected", "", "rejected"), ("behind", "", "discarded"), ("fix", "", "correction")],
+              ntp=[("new", "c1", "decided now")])
 LIGHT, DARK = ("".join([f".{name}{{fill:{c[i]};background:{c[i]}}}" for name, c in FILLS.items()]
-                       + [f"{names}{{fill:{c[i]};color:{c[i]}}}" for names, c in INKS.items()]) for i in (0, 1))
-STYLE = """text,.text{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}text{font-size:14px;white-space:pre}
-.next,.fix,.bold{font-weight:bold}.rejected,.behind{text-decoration:line-through}""" + f"{LIGHT}@media (prefers-color-scheme:dark){{{DARK}}}"
-PAGE_STYLE = """:root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;margin:auto;padding:1rem;max-width:78rem}
-h2{font-size:1.15rem;margin:1.5rem 0 .2rem}p{margin:.4rem 0}input{width:min(24rem,60%);vertical-align:middle}summary{cursor:pointer}
+                       + [f"{names}{{fill:{c[i]};color:{c[i]}}}" for names, c in INKS.items()])
+               for i in (0, 1))
+STYLE = f"""text,.text{{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}}
+text{{font-size:14px;white-space:pre}}.next,.fix,.bold{{font-weight:bold}}
+.rejected,.behind{{text-decoration:line-through}}{LIGHT}@media (prefers-color-scheme:dark){{{DARK}}}"""
+PAGE_STYLE = """:root{color-scheme:light dark}
+body{font:16px/1.5 system-ui,sans-serif;margin:auto;padding:1rem;max-width:78rem}
+h2{font-size:1.15rem;margin:1.5rem 0 .2rem}p{margin:.4rem 0}summary{cursor:pointer}
+input{width:min(24rem,60%);vertical-align:middle}
 .text{white-space:pre-wrap;overflow-wrap:anywhere;line-height:2}.text span{border-radius:3px;padding:2px 0}
 .run::before{content:attr(data-forward);font:.65em system-ui;vertical-align:super;padding:0 1px}
 .bars{width:100%;height:5rem;display:block;margin-top:.6rem}details div{overflow-x:auto}.later{opacity:.08}"""
-# A token in the text, or in the line of a forward. kind: as in LEGEND; forward: in the text, the one that decided it.
+# A token in the text, or in a forward's line. kind: as in LEGEND; forward: the one that decided it.
 Cell = namedtuple("Cell", "text kind color title token forward", defaults=(-1, 0))
 REPLAY = """for (const s of document.querySelectorAll('section')) {
-  const r = Object.assign(document.createElement('input'), {type: 'range', max: s.dataset.nfe, value: s.dataset.nfe, ariaLabel: 'forward'})
+  const n = s.dataset.nfe, r = document.createElement('input')
+  Object.assign(r, {type: 'range', max: n, value: n, ariaLabel: 'forward'})
   s.querySelector('.text').before('Replay: ', r)
-  r.oninput = () => s.querySelectorAll('[data-forward]').forEach(t => t.classList.toggle('later', +t.dataset.forward > +r.value))
+  r.oninput = () => s.querySelectorAll('[data-forward]').forEach(
+    t => t.classList.toggle('later', +t.dataset.forward > +r.value))
 }"""
 
 
@@ -49,30 +58,38 @@ def record(step):
 
 def show_block(step, tokenizer, color: bool) -> str:
     """One line: the block after a forward, what it revealed marked."""
-    new = {position for position, _ in step.revealed}
-    cells = []
+    new, cells = {position for position, _ in step.revealed}, []
     for position, token in enumerate(step.block or step.final, step.start):
-        text = "·" * 3 if token is None else tokenizer.decode([token]).replace("\n", "⏎")
-        mark = ("\033[1;32m", "\033[0m") if color and position in new else ("", "") if color else ("[", "]") if position in new else (" ", " ")
-        cells.append(mark[0] + text + mark[1])
+        text = "···" if token is None else "".join(map(visible, tokenizer.decode([token])))
+        if color:
+            cells.append(f"\033[1;32m{text}\033[0m" if position in new else text)
+        else:
+            cells.append(f"[{text}]" if position in new else f" {text} ")
     return f"forward {step.row.nfe:3d}  " + ("|" if color else "").join(cells)
+
+
+def visible_text(text) -> str:
+    """A text for a terminal: what could drive or deceive it is made visible, new lines and tabs stay."""
+    return "".join(char if char in "\n\t" else visible(char) for char in text)
 
 
 def visible(char) -> str:
     hidden = ("Cc", "Cf", "Cn", "Co", "Zl", "Zp")
-    return {"\n": "⏎", "\t": "⇥"}.get(char) or (f"⟨U+{ord(char):04X}⟩" if unicodedata.category(char) in hidden else char)
+    shown = f"⟨U+{ord(char):04X}⟩" if unicodedata.category(char) in hidden else char
+    return {"\n": "⏎", "\t": "⇥"}.get(char, shown)
 
 
 def columns(text) -> int:
-    return max(sum(2 if unicodedata.east_asian_width(c) in "WF" else not unicodedata.combining(c) for c in text), 1)
+    wide = (2 if unicodedata.east_asian_width(c) in "WF" else not unicodedata.combining(c) for c in text)
+    return max(sum(wide), 1)
 
 
 def spell(ids, tokenizer) -> list[str]:
-    """What to show of each token. A character split across tokens stands in the last of them; lone bytes: ⟨f0 9f⟩."""
+    """What to show of each token. A character split across tokens stands in the last; lone bytes: ⟨f0 9f⟩."""
     pieces = [tokenizer.decode_bytes([id]) for id in ids]
     data, owner = b"".join(pieces), [i for i, piece in enumerate(pieces) for _ in piece]
     texts, at = [""] * len(ids), 0
-    for char in data.decode("utf-8", "surrogateescape"):          # a byte that is no character: U+DC80 to U+DCFF
+    for char in data.decode("utf-8", "surrogateescape"):   # no character: U+DC80 to U+DCFF
         end, lone = at + len(char.encode("utf-8", "surrogateescape")), "\udc80" <= char <= "\udcff"
         for j in range(at, end):
             if lone or owner[j] != owner[end - 1]:
@@ -83,10 +100,11 @@ def spell(ids, tokenizer) -> list[str]:
 
 
 def read(steps, tokenizer):
-    """The recorded steps of one sample -> its text, a Cell a token, and its lines, a list of Cells a forward."""
+    """The recorded steps of a sample -> its text, a Cell a token, and its lines, Cells for each forward."""
     tokens = [token for s in steps for token in s.final]
     decided = {position: (s.row.nfe, token) for s in steps for position, token in s.revealed}
-    texts = {p: spell([token], tokenizer)[0] for p, (_, token) in decided.items()} | dict(enumerate(spell(tokens, tokenizer)))
+    texts = {p: spell([token], tokenizer)[0] for p, (_, token) in decided.items()}
+    texts |= dict(enumerate(spell(tokens, tokenizer)))
     nexts = {s.start for s in steps if not s.block} if any(s.drafted for s in steps) else ()
 
     def cell(p, kind="new"):
@@ -98,38 +116,48 @@ def read(steps, tokenizer):
                     f"forward {nfe}, position {p}, token {token}{why}", token, nfe)
 
     def not_kept(s, j, text):
-        why = ("not checked: the text ends here" if s.row.done and len(s.final) == 1 else "behind the end" if s.row.done
-               else "rejected" if j == s.accepted else "behind the rejected token")
-        return Cell(text, "rejected" if why == "rejected" else "behind", "", f"draft {j + 1}, token {s.drafted[j]}, {why}", s.drafted[j])
+        if s.row.done:
+            why = "not checked: the text ends here" if len(s.final) == 1 else "behind the end"
+        else:
+            why = "rejected" if j == s.accepted else "behind the rejected token"
+        kind, token = "rejected" if why == "rejected" else "behind", s.drafted[j]
+        return Cell(text, kind, "", f"draft {j + 1}, token {token}, {why}", token)
 
     lines = []
     for s in steps:
         if s.block:                                                # sbd
-            line = [cell(p, "mask" if token is None else "behind" if p >= len(tokens) else "new" if (p, token) in s.revealed else "old")
+            line = [cell(p, "mask" if token is None else "behind" if p >= len(tokens) else
+                         "new" if (p, token) in s.revealed else "old")
                     for p, token in enumerate(s.block, s.start)]
-        else:                                                      # the next token, accepted drafts; then the other drafts
+        else:                                         # the next token, accepted drafts; then the other drafts
             n = len(s.final)
             rest = spell(s.final + s.drafted[n - 1:], tokenizer)[n:]
-            line = [cell(s.start + i) for i in range(n)] + [not_kept(s, j, text) for j, text in enumerate(rest, n - 1)]
+            line = [cell(s.start + i) for i in range(n)]
+            line += [not_kept(s, j, text) for j, text in enumerate(rest, n - 1)]
         if any(c.kind == "rejected" for c in line):
-            line.append(Cell(spell([s.row.next], tokenizer)[0], "fix", "", f"the model's own token there, {s.row.next}", s.row.next))
+            own = s.row.next
+            text = spell([own], tokenizer)[0]
+            line.append(Cell(text, "fix", "", f"the model's own token there, {own}", own))
         lines.append(line)
     return [cell(p) for p in range(len(tokens))], lines
 
 
 def draw(steps, lines, mode, head=()) -> str:
-    """An SVG: head, lines of text, then a line a forward: its number, how many tokens it decided, its cells."""
+    """An SVG: head, lines of text, then a line a forward: its number, how many tokens it decided, cells."""
     body, x, y, wide = [], 0, 0, 0
 
     def put(text, kind="dim", color="", title=""):
         nonlocal x, wide
         if not text:
             return
-        left, width, (up, height) = MARGIN + x * EM, columns(text) * EM, (-2, 3) if kind == "old" else (15, 20)
+        left, width = MARGIN + x * EM, columns(text) * EM
+        up, height = (-2, 3) if kind == "old" else (15, 20)
         if color:
-            body.append(f'<rect class="{color}" x="{left + .5:.1f}" y="{y - up}" width="{width - 1:.1f}" height="{height}" rx="2"/>')
+            body.append(f'<rect class="{color}" x="{left + .5:.1f}" y="{y - up}" width="{width - 1:.1f}" '
+                        f'height="{height}" rx="2"/>')
         title = title and f"<title>{escape(title)}</title>"
-        body.append(f'<text class="{kind}" x="{left:.1f}" y="{y}" textLength="{width:.1f}" lengthAdjust="spacingAndGlyphs">{title}{escape(text)}</text>')
+        body.append(f'<text class="{kind}" x="{left:.1f}" y="{y}" textLength="{width:.1f}" '
+                    f'lengthAdjust="spacingAndGlyphs">{title}{escape(text)}</text>')
         x, wide = x + columns(text), max(wide, x + columns(text))
 
     for text in head:
@@ -141,7 +169,7 @@ def draw(steps, lines, mode, head=()) -> str:
         body.append(f'<g data-forward="{s.row.nfe}">')
         put(f"forward {s.row.nfe:3} {'+' + str(sum(c.kind in ('new', 'next') for c in line)):>4} ")
         for _, cells in itertools.groupby(line, lambda c: (c.kind, c.text if c.kind == "behind" else id(c))):
-            cells = list(cells)                                    # alike only behind the end or a rejection: shown once
+            cells = list(cells)                                    # alike only behind the end: shown once
             if x + columns(cells[0].text) > WIDTH:
                 x, y = GUTTER, y + LINE
             put(" → " * (cells[0].kind == "fix"))
@@ -160,15 +188,22 @@ def section(steps, text, lines, title, mode) -> str:
     """One sample as HTML: the text, tokens per forward, the line of each forward."""
     nfe, made = len(steps), Counter(c.forward for c in text)
     top = max(made.values(), default=1)
-    spans = "".join(
-        f'<span class="{c.color} {c.kind}{"" if before and before.forward == c.forward else " run"}" data-forward="{c.forward}" '
-        f'data-token="{c.token}" title="{escape(c.title)}">{escape(c.text).replace("⏎", "⏎<br>")}</span>' for before, c in zip([None, *text], text))
-    bars = "".join(f'<rect class="c{n % 6}" data-forward="{n}" x="{n - 1}" y="{top - made[n]}" width=".86" height="{made[n]}">'
-                   f"<title>forward {n}: {made[n]} tokens</title></rect>" for n in range(1, nfe + 1))
-    return f"""<section data-nfe="{nfe}"><h2>{escape(title)}</h2><p class="text">{spans}</p>
-<svg class="bars" viewBox="0 0 {max(nfe, 24)} {top}" preserveAspectRatio="none" role="img" aria-label="tokens per forward">{bars}</svg>
+    spans, before = [], None
+    for c in text:
+        shown = escape(c.text).replace("⏎", "⏎<br>")
+        run = "" if before and before.forward == c.forward else " run"
+        spans.append(f'<span class="{c.color} {c.kind}{run}" data-forward="{c.forward}" '
+                     f'data-token="{c.token}" title="{escape(c.title)}">{shown}</span>')
+        before = c
+    bars = "".join(f'<rect class="c{n % 6}" data-forward="{n}" x="{n - 1}" y="{top - made[n]}" width=".86" '
+                   f'height="{made[n]}"><title>forward {n}: {made[n]} tokens</title></rect>'
+                   for n in range(1, nfe + 1))
+    return f"""<section data-nfe="{nfe}"><h2>{escape(title)}</h2><p class="text">{"".join(spans)}</p>
+<svg class="bars" viewBox="0 0 {max(nfe, 24)} {top}" preserveAspectRatio="none" role="img"
+ aria-label="tokens per forward">{bars}</svg>
 <p class="dim">Tokens per forward, 1 to {nfe}: at most {top}, on average {len(text) / nfe:.2f}.</p>
-<details{" open" if nfe <= 300 else ""}><summary>Forward by forward</summary><div>{draw(steps, lines, mode)}</div></details></section>
+<details{" open" if nfe <= 300 else ""}><summary>Forward by forward</summary>
+<div>{draw(steps, lines, mode)}</div></details></section>
 """
 
 
@@ -183,28 +218,44 @@ def check_path(path) -> None:
         raise ValueError(f"--trace {path} cannot be written ({error.strerror})") from None
 
 
+HEAD = ' xmlns="http://www.w3.org/2000/svg">' + f"<style>{STYLE}</style>" + \
+    '<rect class="page" width="100%" height="100%" rx="8"/>'   # what makes a drawing a file of its own
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<title>{mode} decoding, forward by forward</title><style>{style}</style></head>
+<body class="page ink"><p class="text dim">{asked}</p>{sections}<script>{script}</script></body></html>
+"""
+
+
+def titled(text, sample, options) -> str:
+    """How a sample was decoded, and in how many forwards."""
+    bound = options["sampler"] if options["sampler"] in options else "gamma"
+    names = dict(sbd=["block_size", "sampler", bound], verified=["block_size", "hedges"], ntp=[])
+    names = names[options["mode"]] + ["temperature", "top_k", "top_p", "seed"] * (options["temperature"] > 0)
+    how = [options["mode"]] + [f"{name} {options[name]}" for name in names if options[name] is not None]
+    n, nfe = len(text), len(sample)
+    return f"{', '.join(how)}: {n} tokens in {nfe} forwards, NFE speedup {n / nfe:.2f}"
+
+
 def write(path, prompt, steps, tokenizer, options) -> None:
-    """All samples as a page, or the first as a picture. prompt: its ids; steps: what `record` kept; options: decode's."""
-    if not steps:
-        raise ValueError("--trace: no forward was run, there is nothing to show")
+    """All samples as a page, or the first as a picture. prompt: its ids; steps: what `record` kept; options:
+    decode's."""
+    need(steps, "--trace: no forward was run, there is nothing to show")
     mode, asked, sections = options["mode"], "".join(spell(prompt, tokenizer)), []
-    names = dict(sbd=["block_size", "sampler", options["sampler"] if options["sampler"] in options else "gamma"],
-                 verified=["block_size", "hedges"], ntp=[])[mode] + ["temperature", "top_k", "top_p", "seed"] * (options["temperature"] > 0)
-    for index in sorted({s.row.index for s in steps}):
+    indices = sorted({s.row.index for s in steps})
+    for index in indices if path.suffix == ".html" else indices[:1]:
         sample = [s for s in steps if s.row.index == index]
         text, lines = read(sample, tokenizer)
-        title = (", ".join([mode] + [f"{name} {options[name]}" for name in names if options[name] is not None])
-                 + f": {len(text)} tokens in {len(sample)} forwards, NFE speedup {len(text) / len(sample):.2f}")
+        title = titled(text, sample, options)
         if path.suffix == ".svg":
-            content = draw(sample, lines, mode, [title, *textwrap.wrap(asked.strip("⏎"), WIDTH)]).replace(">", ' xmlns="http://www.w3.org/2000/svg">'
-                      f'<style>{STYLE}</style><rect class="page" width="100%" height="100%" rx="8"/>', 1)
-            break
-        sections.append(section(sample, text, lines, f"Sample {index + 1}: {title}" if any(s.row.index for s in steps) else title, mode))
-    else:
-        content = f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
-<title>{mode} decoding, forward by forward</title><style>{STYLE}{PAGE_STYLE}</style></head>
-<body class="page ink"><p class="text dim">{escape(asked).replace("⏎", "⏎<br>")}</p>{"".join(sections)}<script>{REPLAY}</script></body></html>
-"""
+            head = [title, *textwrap.wrap(asked.strip("⏎"), WIDTH)]
+            content = draw(sample, lines, mode, head).replace(">", HEAD, 1)
+        else:
+            name = f"Sample {index + 1}: " if len(indices) > 1 else ""
+            sections.append(section(sample, text, lines, name + title, mode))
+    if path.suffix == ".html":
+        content = PAGE.format(mode=mode, style=STYLE + PAGE_STYLE, script=REPLAY, sections="".join(sections),
+                              asked=escape(asked).replace("⏎", "⏎<br>"))
     write_whole(path, lambda temporary: temporary.write_text(content, encoding="utf-8"))

