@@ -11,10 +11,10 @@ rounds, and a ratio is the median of the rounds' ratios: what to quote are the r
 
 Shapes: k block size, W window tokens, B rows.
 """
-from cli import add_model, add_options, need, need_mask, open_device, parser, run
+from cli import (add_model, add_options, check_file, check_plot, need, need_mask, need_package, open_device,
+                 parser, run)
 
 import dataclasses
-import importlib.util
 import itertools
 import json
 import math
@@ -524,10 +524,9 @@ def check(args):
         need(not getattr(args, lone) or not idle, f"--{lone} times nothing but that: leave out {idle}")
     if args.random_weights or args.against:
         args.batch_size = 0                                    # no training step is timed
-    roofline.check_file("--json", args.json)
-    roofline.check_plot(args.plot)
-    need(not args.against or importlib.util.find_spec("transformers"),
-         "transformers is not here: pip install transformers")
+    check_file("--json", args.json)
+    check_plot(args.plot)
+    need_package(args.against, "--against", "transformers", "transformers")
 
 
 def shape(args, device, dtype):

@@ -16,6 +16,7 @@ if MAIN.parent in {HERE, HERE / "kernels", *(HERE / "data").glob("*")}:   # not 
 
 import argparse
 import dataclasses
+import importlib.util
 import select
 import stat
 
@@ -99,6 +100,38 @@ def need_mask(config, name) -> None:
     """The one refusal of a model without a mask token."""
     need(config.mask_id is not None, f"{name} names no mask token: give --mask_id (mask_id), an id of its "
                                      "vocabulary that text never uses")
+
+
+def need_between(args, **bounds) -> None:
+    """The refusal of options outside their bounds, name=(least, most); None is not given."""
+    for name, (least, most) in bounds.items():
+        value = getattr(args, name)
+        need(value is None or least <= value <= most, f"--{name} {value}: wanted {least} to {most}")
+
+
+def need_package(asked, option, module, package) -> None:
+    """The refusal of an option, where it was asked for, that needs what is not installed."""
+    need(not asked or importlib.util.find_spec(module), f"{option} needs {package}: pip install {package}")
+
+
+def check_file(option, path, suffixes=()) -> None:
+    """Refuse a path (or None) that no file can be written to, before anything is computed for it."""
+    if path is None:
+        return
+    need(not suffixes or path.suffix in suffixes, f"{option} {path}: wanted a name in {', '.join(suffixes)}")
+    try:
+        need(path.parent.is_dir() and (path.is_file() or not path.exists()),
+             f"{option} {path}: wanted a file in a folder that exists")
+        with open(probe := path.with_name(path.name + ".tmp"), "a"):   # what write_whole begins with
+            probe.unlink()
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written ({error.strerror}): name another file") from None
+
+
+def check_plot(path) -> None:
+    """The same for --plot, which also needs matplotlib."""
+    check_file("--plot", path, (".png", ".pdf", ".svg"))
+    need_package(path, "--plot", "matplotlib", "matplotlib")
 
 
 def load_model(args, default=None):

@@ -6,12 +6,11 @@
 A cell is the options of one generate() call: mode, block_size, gamma, sampler, hedges ... NFE speedup is
 tokens / forwards over all problems together. lm-eval's benchmarks are in harness.py.
 """
-from cli import add_model, add_options, load_model, need, need_mask, parser, run
+from cli import (add_model, add_options, check_plot, load_model, need, need_between, need_mask, parser, run)
 
 import argparse
 import csv
 import hashlib
-import importlib.util
 import json
 import math
 import sys
@@ -22,7 +21,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import view
 from data.bin import Batch, Dataset, batch, pack, targets
 from data.word_problems.prepare import grade, problems
 from generate import Options, decode
@@ -454,18 +452,6 @@ def asked(args):
     return NTP if cell["mode"] == "ntp" else cell
 
 
-def need_between(args, **bounds):
-    """ValueError for an option outside its bounds, least and most; None is not given."""
-    for name, (least, most) in bounds.items():
-        value = getattr(args, name)
-        need(value is None or least <= value <= most, f"--{name} {value}: wanted {least} to {most}")
-
-
-def need_package(asked, option, module, package):
-    """ValueError if an option that was asked for needs what is not installed."""
-    need(not asked or importlib.util.find_spec(module), f"{option} needs {package}: pip install {package}")
-
-
 def open_folder(path):
     """Make the folder of --out_dir; ValueError if nothing can be written there."""
     try:
@@ -481,14 +467,12 @@ def check(args):
                  seed=(0, 2**31 - 1), seq_len=(2, 10**6))
     need(args.dataset != "", "--dataset is empty: wanted a folder, or NAME for data/NAME")
     need(not (args.plot and args.dataset), "--plot draws the sweep: it does not go with --dataset")
-    need_package(args.plot, "--plot", "matplotlib", "matplotlib")
     if args.dataset:
         Dataset(data_folder(args), args.split)
     else:
         problems("val", args.limit or 500)                             # refuses more than there are
     open_folder(args.out_dir)
-    if args.plot:
-        view.check_path(args.plot, "--plot", (".png", ".svg", ".pdf"))
+    check_plot(args.plot)
 
 
 def main(argv=None):

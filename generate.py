@@ -9,7 +9,8 @@ of one token.
 
 Shapes: B rows, k block size, d draft length, n places whose logits are read, V vocabulary, C hidden size, W
 window. """
-from cli import add_model, add_options, load_model, need, need_mask, open_device, parser, read_prompt, run
+from cli import (add_model, add_options, check_file, load_model, need, need_mask, open_device, parser,
+                 read_prompt, run)
 
 import itertools
 import math
@@ -404,7 +405,7 @@ def check(args):
     need(text is not None or not args.init_from,
          "no prompt: give --prompt TEXT, --prompt_file FILE or pipe a text in")
     if args.trace:
-        view.check_path(args.trace)
+        check_file("--trace", args.trace, (".html", ".svg"))
     decode_kernel(args.attention, open_device(args.device), getattr(torch, args.dtype or "float32"))
     return options, text
 

@@ -5,14 +5,14 @@
 Texts are decoded as the options say; likelihoods are those of next-token prediction.
 Shapes: B batch, L length, n targets, C hidden size, V vocabulary.
 """
-from cli import add_model, load_model, need, need_mask, parser, run
+from cli import add_model, load_model, need, need_between, need_mask, need_package, parser, run
 
 import os
 from pathlib import Path
 
 import torch
 
-from eval import NTP, add_cell, asked, bar, label, need_between, need_package, open_folder, write_json
+from eval import NTP, add_cell, asked, bar, label, open_folder, write_json
 from generate import decode
 from sbd_loss import LOGITS
 from tokenizer import TextStream, any_of

@@ -12,10 +12,9 @@ Shapes: B batch, W window (new tokens of one forward), k block, T = B * W. Units
     python roofline.py                                      Tables 3 and 4, both ways
     python roofline.py --model llama3.1-70b --device H200 --batch 8 --kv_len 32768
 """
-from cli import need, parser, run
+from cli import check_plot, need, parser, run
 
 import functools
-import importlib.util
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -312,26 +311,6 @@ def plot(path, title, case):
     panels[0].legend()
     figure.suptitle(f"{title}; dot: the last window bound by memory")
     write_whole(path, lambda temporary: figure.savefig(temporary, format=path.suffix[1:], dpi=120))
-
-
-def check_file(option, path, suffixes=()):
-    """Refuse a path (or None) that no file can be written to, before anything is computed for it."""
-    if path is None:
-        return
-    need(not suffixes or path.suffix in suffixes, f"{option} {path}: wanted a name in {', '.join(suffixes)}")
-    try:
-        need(path.parent.is_dir() and (path.is_file() or not path.exists()),
-             f"{option} {path}: wanted a file in a folder that exists")
-        with open(probe := path.with_name(path.name + ".tmp"), "a"):   # what write_whole begins with
-            probe.unlink()
-    except OSError as error:
-        raise ValueError(f"{option} {path} cannot be written ({error.strerror}): name another file") from None
-
-
-def check_plot(path):
-    check_file("--plot", path, (".png", ".pdf", ".svg"))
-    found = importlib.util.find_spec("matplotlib")
-    need(path is None or found, "--plot needs matplotlib: pip install matplotlib")
 
 
 SIZES = dict(   # least, most, default, help

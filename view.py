@@ -207,17 +207,6 @@ def section(steps, text, lines, title, mode) -> str:
 """
 
 
-def check_path(path) -> None:
-    """Raises ValueError unless `write` can write there."""
-    try:
-        if path.suffix not in (".html", ".svg") or path.exists() and not path.is_file():
-            raise ValueError(f"--trace {path}: wanted a file, out.html or out.svg")
-        with open(probe := path.with_name(path.name + ".tmp"), "a"):
-            probe.unlink()
-    except OSError as error:
-        raise ValueError(f"--trace {path} cannot be written ({error.strerror})") from None
-
-
 HEAD = ' xmlns="http://www.w3.org/2000/svg">' + f"<style>{STYLE}</style>" + \
     '<rect class="page" width="100%" height="100%" rx="8"/>'   # what makes a drawing a file of its own
 PAGE = """<!DOCTYPE html>

@@ -264,7 +264,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_file(monkeypatch, tmp_path):
 
 
 def test_missing_matplotlib_and_no_mask_id_are_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install matplotlib"):
         bench.main([f"--plot={tmp_path}/a.png"])
     config = json.loads((Path(TINY) / "config.json").read_text())

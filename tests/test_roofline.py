@@ -321,7 +321,7 @@ def test_heads_that_do_not_divide_are_refused(tmp_path):
 
 
 def test_missing_matplotlib_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(roofline.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install matplotlib"):
         roofline.main([f"--plot={tmp_path}/out.png"])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import cli
 import generate
 import view
 from brute_force import tiny_model
@@ -208,7 +209,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_model_is_loaded(tmp
 
 def test_an_existing_page_survives_the_check(tmp_path):
     (tmp_path / "out.html").write_text("old")
-    view.check_path(tmp_path / "out.html")
+    cli.check_file("--trace", tmp_path / "out.html", (".html",))
     assert (tmp_path / "out.html").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 
