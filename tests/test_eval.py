@@ -270,7 +270,8 @@ def damages(rng, content):
     """One spoilt value somewhere in the stored cells."""
     cell = rng.choice(content["results"])
     key = rng.choice([key for key in cell if key not in ("model", "cell")] + ["model", "cell"])
-    bad = rng.choice([None, "x", True, -1, 7, 1e9, [], {}, [None], ["x"], [[]], [1] * 6, [True] * 5, [[True]] * 6])
+    bad = rng.choice([None, "x", True, -1, 7, 1e9, [], {}, [None], ["x"], [[]], [1] * 6, [True] * 5,
+                      [[True]] * 6])
     if rng.random() < 0.3:
         del cell[key]
     else:
@@ -279,14 +280,14 @@ def damages(rng, content):
 
 
 def test_a_damaged_results_file_gives_one_line_or_the_same_table(tmp_path, monkeypatch, capsys):
-    """Whatever is spoilt in it: refused, decoded again, or made good from the other values; never a wrong table."""
+    """Whatever is spoilt: refused, decoded again, or made good from the other values; never a wrong table."""
     import random
     monkeypatch.setattr(evaluate, "CELLS", [NTP, SBD])
     argv = [f"--init_from={TINY}", "--device=cpu", "--limit=6", "--max_new_tokens=40", "--timed=0",
             f"--out_dir={tmp_path}"]
     evaluate.main(argv)
     table, raw, refused = capsys.readouterr().out, (tmp_path / "results.json").read_text(), 0
-    for seed in range(60):
+    for seed in range(28):
         rng, content = random.Random(seed), json.loads(raw)
         what = damages(rng, content) if seed > 8 else None
         text = json.dumps(content) if what else raw[:seed * len(raw) // 9]
@@ -298,7 +299,7 @@ def test_a_damaged_results_file_gives_one_line_or_the_same_table(tmp_path, monke
             refused += 1
             assert "\n" not in str(error) and "results.json" in str(error), (seed, what)
             capsys.readouterr()
-    assert refused > 20
+    assert refused > 10
 
 
 # ------------------------------------------------------------------------------------------ likelihoods
