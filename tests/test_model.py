@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import model as model_file
 from hf import PRESETS, find_folder, write_whole
-from model import Llama, LlamaConfig, read_config, rotary
+from model import Llama, LlamaConfig, rotary
 from smollm2 import smollm2_or_skip
 
 transformers = pytest.importorskip("transformers")
@@ -115,7 +115,7 @@ def test_config_is_read_in_its_older_and_its_newer_form(name, form, tmp_path):
         if rope and form.endswith("with type"):
             rope["type"] = rope.pop("rope_type")
         edit_json(path, rope_parameters=None, rope_theta=1000.0, rope_scaling=rope or None)
-    config = read_config(tmp_path)
+    config = LlamaConfig.from_folder(tmp_path)
     assert config.rope_theta == 1000.0 and bool(config.rope_scaling) == bool(rope)
     with torch.no_grad():
         assert distance(Llama.from_pretrained(tmp_path)(tokens), hf(tokens).logits) < TOLERANCE
@@ -334,7 +334,7 @@ def test_all_stop_ids_of_the_generation_config_count(folder, tmp_path):
     model = Llama.from_pretrained(folder)
     assert model.config.stop_ids == (2, 9)
     model.save_pretrained(tmp_path / "b")
-    assert read_config(tmp_path / "b").stop_ids == (2, 9)
+    assert LlamaConfig.from_folder(tmp_path / "b").stop_ids == (2, 9)
     assert LlamaConfig(eos_token_id=0).stop_ids == (0,) and LlamaConfig().stop_ids == ()
 
 
@@ -456,7 +456,7 @@ def test_the_papers_ablation_model_is_a_shape_without_weights():
 
 
 def test_the_preset_of_smollm2_is_the_real_one():
-    real, preset = read_config(smollm2_or_skip()), LlamaConfig.from_pretrained("smollm2-135m")
+    real, preset = LlamaConfig.from_folder(smollm2_or_skip()), LlamaConfig.from_pretrained("smollm2-135m")
     assert real == dataclasses.replace(preset, mask_id=None)
 
 
