@@ -116,8 +116,8 @@ class RMSNorm(nn.Module):
         self.floor = torch.tensor(eps, dtype=torch.float64, device="cpu")
 
     def forward(self, x):
-        x = x.to(self.weight.dtype)   # float32 under autocast
-        return rms_norm(x, self.weight, self.eps, self.floor)
+        weight = self.weight
+        return rms_norm(x.to(weight.dtype), weight, self.eps, self.floor)   # float32 under autocast
 
 
 class Attention(nn.Module):

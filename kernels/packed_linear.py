@@ -154,13 +154,11 @@ def unchanged(linear, since, look=False) -> bool:
     decoding, sees those too.
     """
     weight = linear._parameters.get("weight")
-    parameter, address, version, stride, total, _ = since
-    same = (weight is parameter and weight.data_ptr() == address and weight._version == version
+    if not (weight is since[0] and weight.data_ptr() == since[1] and weight._version == since[2]
             and type(linear) is Linear and not linear._forward_hooks and not linear._forward_pre_hooks
-            and "forward" not in linear.__dict__)
-    if not (same and look):
-        return same
-    return weight.stride() == stride and (total is None or checksum(weight) == total)
+            and "forward" not in linear.__dict__):
+        return False
+    return not look or weight.stride() == since[3] and (since[4] is None or checksum(weight) == since[4])
 
 
 def state(weight, packed: bool):
