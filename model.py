@@ -9,22 +9,18 @@ dimension, C hidden size.
 """
 import dataclasses
 import functools
-import json
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 
-from hf import (PRESETS, ROPE_LLAMA3, TOKENIZER_FILES, find_folder, free_memory, load_tensors, need, preset_mask_id,
-                write_whole)
-from hf import read_config as read_fields
-from kernels.packed_linear import Fusible, Linear, Together
+from hf import (PRESETS, ROPE_LLAMA3, check_config, find_folder, free_memory, load_tensors, preset_mask_id,
+                read_config, save_folder)
+from kernels.packed_linear import Linear, fuse, rms_norm, together
 
 
 @dataclass
@@ -48,19 +44,8 @@ class LlamaConfig:
     mask_id: int | None = None            # m of the paper: an id of the vocabulary that text never uses
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), (int | float if field.type is float else field.type)
-            need(isinstance(value, kind), f"config: {field.name} is {value!r}, wanted {getattr(kind, '__name__', kind)}")
-        V, H, Hkv = self.vocab_size, self.num_attention_heads, self.num_key_value_heads
-        sizes = V, H, Hkv, self.hidden_size, self.intermediate_size, self.num_hidden_layers
-        need(min(sizes) >= 1, "config: every size must be at least 1")
-        need(self.head_dim or self.hidden_size % H == 0,
-             f"config: hidden_size {self.hidden_size} is no multiple of num_attention_heads {H}: give head_dim")
-        self.head_dim = self.head_dim or self.hidden_size // H
-        need(self.model_type in ("llama", "qwen3"), f"config: model_type {self.model_type!r}, wanted llama or qwen3")
-        need(H % Hkv == 0, f"config: num_attention_heads {H} is no multiple of num_key_value_heads {Hkv}")
-        need(self.head_dim % 2 == 0 < self.head_dim, f"config: head_dim {self.head_dim}, wanted an even one (rotary)")
-        need(self.mask_id is None or 0 <= self.mask_id < V, f"mask_id {self.mask_id} is outside the vocabulary, 0 to {V - 1}")
+        check_config(vars(self))   # every field, nested values too
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def stop_ids(self) -> tuple:
@@ -73,30 +58,69 @@ class LlamaConfig:
         """The config of a preset, a hub id or a folder; ValueError in one line if it cannot be used."""
         if str(name_or_dir) in PRESETS:
             return cls(**PRESETS[str(name_or_dir)][0])
-        folder = find_folder(name_or_dir, weights=False)
-        return read_config(folder, mask_id=preset_mask_id(name_or_dir))
+        return cls.from_folder(find_folder(name_or_dir, weights=False), preset_mask_id(name_or_dir))
+
+    @classmethod
+    def from_folder(cls, folder, default_mask_id=None, mask_id=None) -> "LlamaConfig":
+        """The config of a folder. `default_mask_id`: where it stores none; `mask_id`: whatever it stores."""
+        fields = read_config(folder, default_mask_id, mask_id)
+        try:
+            return cls(**fields)
+        except ValueError as error:
+            raise ValueError(f"{Path(folder) / 'config.json'}: {error}") from None
+
+
+@functools.lru_cache
+@torch.inference_mode(False)
+def rotary_frequency(head_dim, theta, llama3, dtype, device):
+    """(D,) radians a position, negative in the first half of a head; the same for every forward: kept."""
+    half = torch.arange(0, head_dim, 2, dtype=dtype, device=device)
+    frequency = 1 / theta ** (half / head_dim)
+    factor, low, high, context = llama3
+    if factor is not None:   # "llama3": slow waves are stretched by `factor`, fast ones kept
+        turns = context * frequency / (2 * math.pi)   # in the original context
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (keep + (1 - keep) / factor)
+    return torch.cat((-frequency, frequency))
+
+
+def rotary(config: LlamaConfig, positions, dtype):
+    """Cosines and signed sines of the rotary angles of positions (B, T), each (B, 1, T, D), in `dtype`.
+
+    The half-rotated layout of the published weights: dimension i turns together with i + D/2. Angles are
+    taken in float32 as when the weights were trained, in float64 for a float64 model.
+    """
+    high = torch.float64 if dtype == torch.float64 else torch.float32
+    llama3 = tuple((config.rope_scaling or {}).get(key) for key in ROPE_LLAMA3)
+    keep = type(positions) is torch.Tensor   # a FakeTensor is not
+    make = rotary_frequency if keep else rotary_frequency.__wrapped__
+    frequency = make(config.head_dim, config.rope_theta, llama3, high, positions.device)
+    angle = positions.view(-1, 1, positions.shape[-1], 1).to(high) * frequency
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x, cos, sin):
+    """x (B, heads, T, D) turned by its position: rolling by D/2 swaps the halves, `sin` carries the sign."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def causal(layer, q, k, v):
+    """The default `attend`: every token sees itself and all tokens before it."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
-        self.weight, self.size, self.eps = nn.Parameter(torch.ones(size)), (size,), eps
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
         self.floor = torch.tensor(eps, dtype=torch.float64, device="cpu")
 
     def forward(self, x):
         weight = self.weight
-        x = x.to(weight.dtype)   # float32 under autocast
-        if torch.is_grad_enabled() or x.device.type != "cpu" or torch.compiler.is_compiling():
-            return F.rms_norm(x, self.size, weight, self.eps)
-        # The same in half as many kernels as PyTorch has for it on the CPU.
-        high = x.float() if x.dtype != torch.float64 else x
-        norm = torch.linalg.vector_norm(high, dim=-1, keepdim=True)
-        return high.mul(torch.addcmul(self.floor, norm, norm, value=1 / self.size[0]).rsqrt_()).to(x.dtype).mul_(weight)
+        return rms_norm(x.to(weight.dtype), weight, self.eps, self.floor)   # float32 under autocast
 
 
-class Attention(Together):
-    names = ("q_proj", "k_proj", "v_proj")
-
+class Attention(nn.Module):
     def __init__(self, c: LlamaConfig):
         super().__init__()
         self.head_dim = c.head_dim
@@ -106,12 +130,15 @@ class Attention(Together):
         self.o_proj = Linear(c.num_attention_heads * c.head_dim, c.hidden_size)
         self.qk_norm = c.model_type == "qwen3"
         if self.qk_norm:
-            self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps), RMSNorm(c.head_dim, c.rms_norm_eps)
+            self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+            self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+        # Where no norm comes between, q and k may come as one tensor and are rotated together.
         self.heads, self.joint = [c.num_attention_heads, c.num_key_value_heads], 1 if self.qk_norm else 2
 
     def qkv(self, x, cos, sin):
         B, _, T, _ = cos.shape
-        *turning, v = (y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in self.together(x))   # q and k, or both as one
+        parts = together(x, self.q_proj, self.k_proj, self.v_proj, joint=self.joint)
+        *turning, v = (y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in parts)
         if self.qk_norm:
             turning = self.q_norm(turning[0]), self.k_norm(turning[1])
         # Under autocast, norms and angles promote q and k to float32: attention gets one dtype, that of v.
@@ -120,9 +147,7 @@ class Attention(Together):
         return q, k, v                                                         # (B, H or Hkv, T, D)
 
 
-class MLP(Together):
-    names = ("gate_proj", "up_proj")
-
+class MLP(nn.Module):
     def __init__(self, c: LlamaConfig):
         super().__init__()
         self.gate_proj = Linear(c.hidden_size, c.intermediate_size)
@@ -130,7 +155,7 @@ class MLP(Together):
         self.down_proj = Linear(c.intermediate_size, c.hidden_size)
 
     def forward(self, x):
-        gate, up = self.together(x)
+        gate, up = together(x, self.gate_proj, self.up_proj)
         return self.down_proj(F.silu(gate) * up)
 
 
@@ -170,43 +195,30 @@ class Llama(nn.Module):
         self.graphs = None                # kv_cache.Graphs: decoding replays CUDA graphs of its forwards
         self.compiled = False             # its layers are: they run the weights themselves
         self.folder = None                # where the weights came from: its tokenizer files are saved along
+        small = 0.02 / math.sqrt(2 * c.num_hidden_layers)   # as in GPT-2, where residual branches begin
         for name, weight in self.named_parameters():
-            if weight.dim() == 2 and not weight.is_meta:   # GPT-2's initialisation: residual branches start small
+            if weight.dim() == 2 and not weight.is_meta:
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * c.num_hidden_layers) if residual else 0.02)
+                nn.init.normal_(weight, std=small if residual else 0.02)
 
     def tie_weights(self):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    @torch.inference_mode(False)   # the weights stay ones that can be trained
-    @torch.no_grad()
     def fuse(self):
-        """Lay the matrices out for decoding, which calls this each time: q, k, v and gate, up of each layer as one product
-        each, and on x86 in oneDNN's own order, a second copy of the weights. The parameters stay what they are, and what
-        becomes of them counts; only a change through .data or NumPy between two forwards of one decoding does not.
-        """
-        linears = [module for module in self.modules() if type(module) is Linear]
-        if any(linear.weight.is_inference() for linear in linears):   # PyTorch does not tell when such a weight changes
-            return
-        fusible = [module for module in (self.lm_head if self.compiled else self).modules() if isinstance(module, Fusible)]
-        new = sum(linear.weight.nbytes for linear in linears) if any(module.made is None for module in fusible) else 0
-        if linears and linears[0].weight.device.type == "cpu" and new > free_memory("cpu"):
-            return
-        joined = {id(getattr(module, name)) for module in fusible if isinstance(module, Together) for name in module.names}
-        for module in fusible:
-            if id(module) not in joined:
-                module.fuse()
+        """Lay the matrices out for decoding, which calls this each time. Compiled layers keep the weights."""
+        fuse(self.lm_head if self.compiled else self, free_memory("cpu"))
 
     def hidden(self, tokens, positions=None, attend=None):
-        """tokens (B, T), positions (T,) or (B, T), default 0..T-1 -> hidden states before the head (B, T, C)."""
+        """tokens (B, T), positions (T,) or (B, T), default 0..T-1 -> (B, T, C), before the head."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.model.embed_tokens(tokens.flatten())                           # (B * T, C)
         cos, sin = rotary(self.config, positions.expand_as(tokens), x.dtype)
+        recompute = self.grad_checkpoint and self.training
         for i, layer in enumerate(self.model.layers):
             args = (x, cos, sin, i, attend or causal)
-            x = checkpoint(layer, *args, use_reentrant=False) if self.grad_checkpoint and self.training else layer(*args)
+            x = checkpoint(layer, *args, use_reentrant=False) if recompute else layer(*args)
         return self.model.norm(x).view(*tokens.shape, -1)
 
     def forward(self, tokens, positions=None, attend=None, at=None):
@@ -229,91 +241,27 @@ class Llama(nn.Module):
         Raises ValueError, one line, for anything that cannot be loaded. `mask_id` overrides the stored one.
         """
         folder = find_folder(name_or_dir)
-        config = read_config(folder, mask_id=preset_mask_id(name_or_dir), override_mask_id=mask_id)
+        config = LlamaConfig.from_folder(folder, preset_mask_id(name_or_dir), mask_id)
         with torch.device("meta"):
             model = cls(config)
-        model.load_state_dict(load_tensors(folder, model.state_dict(), config.tie_word_embeddings, device, dtype), assign=True)
+        weights = load_tensors(folder, model.state_dict(), config.tie_word_embeddings, device, dtype)
+        config.tie_word_embeddings = weights["lm_head.weight"] is weights["model.embed_tokens.weight"]
+        model.load_state_dict(weights, assign=True)
         model.tie_weights()
         model.folder = folder
         return model.eval()
 
     def save_pretrained(self, folder) -> None:
-        """Write config.json, generation_config.json, model.safetensors (in the weights' dtype) and the tokenizer
-        files of the folder this model came from: an HF folder that transformers and vLLM load.
-
-        Each file is written aside, flushed to disk and renamed: a kill leaves whole files only, and weights
-        mapped from this very folder stay valid.
+        """Write a folder that transformers and vLLM load: config.json, generation_config.json,
+        model.safetensors (in the weights' dtype), and the tokenizer files of where this model came from.
         """
-        folder, config = Path(folder), self.config
-        folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: weight.contiguous() for name, weight in self.state_dict().items()
-                   if not (config.tie_word_embeddings and name == "lm_head.weight")}
-        raw = {key: value for key, value in dataclasses.asdict(config).items() if value is not None} | dict(
-            architectures=["Qwen3ForCausalLM" if config.model_type == "qwen3" else "LlamaForCausalLM"], hidden_act="silu",
-            attention_bias=False, torch_dtype=str(self.lm_head.weight.dtype).removeprefix("torch."))
-        generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id") if key in raw}
-        write_whole(folder / "model.safetensors", lambda path: save_file(weights, path, metadata={"format": "pt"}))
-        for shard in (folder / "model.safetensors.index.json", *folder.glob("model-*-of-*.safetensors")):
-            shard.unlink(missing_ok=True)   # of what stood here before: some loaders prefer them
-        for name, value in (("config.json", raw), ("generation_config.json", generation)):
-            write_whole(folder / name, lambda path: path.write_text(json.dumps(value, indent=2) + "\n"))
-        if self.folder and Path(self.folder).resolve() != folder.resolve():
-            for source in (Path(self.folder) / name for name in TOKENIZER_FILES):
-                if source.is_file():
-                    write_whole(folder / source.name, lambda path: shutil.copyfile(source, path))
+        save_folder(Path(folder), dataclasses.asdict(self.config), self.state_dict(), self.folder)
 
 
 def compile_layers(model: Llama, dynamic=None) -> Llama:
-    """torch.compile both halves of every layer; the attention between them, which sees block sizes, stays out."""
+    """torch.compile both halves of every layer; the attention between them sees block sizes and stays out."""
     for layer in model.model.layers:
         layer.before_attention = torch.compile(layer.before_attention, dynamic=dynamic)
         layer.after_attention = torch.compile(layer.after_attention, dynamic=dynamic)
     model.compiled = True
     return model
-
-
-@functools.lru_cache
-@torch.inference_mode(False)
-def rotary_frequency(head_dim, theta, llama3, dtype, device):
-    """(D,) radians a position, negative in the first half of a head; the same for every forward, so computed once."""
-    half = torch.arange(0, head_dim, 2, dtype=dtype, device=device)
-    frequency = 1 / theta ** (half / head_dim)
-    factor, low, high, context = llama3
-    if factor is not None:   # "llama3": slow waves are stretched by `factor`, fast ones kept, smooth in between
-        turns = context * frequency / (2 * math.pi)   # in the original context
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        frequency = frequency * (keep + (1 - keep) / factor)
-    return torch.cat((-frequency, frequency))
-
-
-def rotary(config: LlamaConfig, positions, dtype):
-    """Cosines and signed sines of the rotary angles of positions (B, T), each (B, 1, T, D), in `dtype`.
-
-    The half-rotated layout of the published weights: dimension i turns together with i + D/2. Angles are
-    taken in float32 as when the weights were trained, in float64 for a float64 model.
-    """
-    high = torch.float64 if dtype == torch.float64 else torch.float32
-    s = config.rope_scaling or {}
-    make = rotary_frequency if type(positions) is torch.Tensor else rotary_frequency.__wrapped__   # a FakeTensor is never kept
-    frequency = make(config.head_dim, config.rope_theta, tuple(s.get(key) for key in ROPE_LLAMA3), high, positions.device)
-    angle = positions.view(-1, 1, positions.shape[-1], 1).to(high) * frequency
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def rotate(x, cos, sin):
-    """x (B, heads, T, D) turned by its position: rolling by D/2 swaps the halves, `sin` carries the sign."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-
-
-def causal(layer, q, k, v):
-    """The default `attend`: every token sees itself and all tokens before it."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def read_config(folder, mask_id=None, override_mask_id=None) -> LlamaConfig:
-    """The config of a folder; ValueError in one line if it cannot be used."""
-    fields = read_fields(folder, [f.name for f in dataclasses.fields(LlamaConfig)], mask_id, override_mask_id)
-    try:
-        return LlamaConfig(**fields)
-    except ValueError as error:
-        raise ValueError(f"{Path(folder) / 'config.json'}: {error}") from None
