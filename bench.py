@@ -30,7 +30,7 @@ import generate as decoding
 import roofline
 from eb_sampler import SAMPLERS
 from hf import free_memory, write_whole
-from kernels.packed_linear import pack, packed_linear
+from kernels.packed_linear import pack, packed_linear, together
 from kv_cache import KVCache, run_window
 from model import Llama, LlamaConfig
 from sbd_loss import ntp_loss, sbd_loss
@@ -151,9 +151,9 @@ def linears_job(model, batch, torch_own=False):
         if torch_own:
             return [F.linear(*one) for one in each]
         for layer in model.model.layers:
-            layer.self_attn.together(x)
+            together(x, layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
             layer.self_attn.o_proj(heads)
-            layer.mlp.together(x)
+            together(x, layer.mlp.gate_proj, layer.mlp.up_proj)
             layer.mlp.down_proj(ffn)
         return model.lm_head(x)
     return run

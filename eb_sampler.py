@@ -23,15 +23,16 @@ def probabilities(logits, temperature=1.0, top_k=None, top_p=None):
     if top_k is not None and top_k < p.shape[-1]:
         p = most_probable(p, p.topk(top_k).values)
     if top_p is not None and top_p < 1:
+        least = top_p - 2 * torch.finfo(p.dtype).eps               # rounding may leave a sum just below it
         n = p.shape[-1] if p.is_cuda else 128  # on the CPU a full sort costs more than a forward
         while True:
             ranked = p.topk(min(n, p.shape[-1])).values            # (..., n), falling
             before = torch.zeros_like(ranked, dtype=torch.float64)
             before[..., 1:] = ranked.double().cumsum(-1)[..., :-1]   # the mass of the more probable ones
-            if n >= p.shape[-1] or bool((before[..., -1] >= top_p).all()):
+            if n >= p.shape[-1] or bool((before[..., -1] >= least).all()):
                 break
             n *= 8
-        p = most_probable(p, ranked.where(before < top_p, torch.inf))
+        p = most_probable(p, ranked.where(before < least, torch.inf))
     return p
 
 
@@ -79,10 +80,11 @@ def noise_keys(seeds, positions):
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def scattered(V, device):
-    """(V,) int32, a scattered word for each id: the same for every place, so computed once."""
-    with np.errstate(over="ignore"):
-        words = mix(np.arange(1, V + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    return torch.from_numpy((words >> np.uint64(32)).astype(np.uint32).view(np.int32)).to(device)
+    """(V,) int32, a scattered word for each id (murmur3's finaliser), no two alike: the same for every place."""
+    x = np.arange(1, V + 1, dtype=np.uint32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+    return torch.from_numpy(x.view(np.int32)).to(device)
 
 
 def noise(keys, V):

@@ -366,7 +366,7 @@ def verdict(name, batches, ntp, matp):
 def note(name, model, tokenizer, problems, seed):
     """The verdict on a model, from the problems' own solutions."""
     if model.config.mask_id is None:
-        return f"{name} names no mask token, so only ntp is evaluated: give --mask_id."
+        return f"{name} has no mask token, so only ntp is evaluated: give --mask_id."
     batches = []
     for prompt, problem in zip(encode(tokenizer, problems), problems):
         solution = tokenizer.encode(problem.solution)

@@ -31,7 +31,7 @@ class SBD:
         super().__init__()
         self.model, self.tok, self.cell, self.batch_size = model, tok, cell, batch_size
         self.max_new_tokens, self.seed, self.spent = max_new_tokens, seed, {}
-        self.device, self.context = model.lm_head.weight.device, model.config.max_position_embeddings
+        self.place, self.context = model.lm_head.weight.device, model.config.max_position_embeddings
         self.stop_ids = {*model.config.stop_ids, tok.eos_id} - {None}
         self.added = any_of(tok.added)
 
@@ -72,7 +72,7 @@ class SBD:
             bar(begin / len(inputs), "loglikelihood", False)
             part = inputs[begin:begin + self.batch_size]
             tokens = torch.tensor([[*ids] + [0] * (len(part[0]) - len(ids)) for ids in part])
-            for hidden, ids in zip(self.model.hidden(tokens.to(self.device)), part):   # of (B, L, C)
+            for hidden, ids in zip(self.model.hidden(tokens.to(self.place)), part):   # of (B, L, C)
                 for i, target in groups[ids]:
                     answers[i] = self.score(hidden[len(ids) - len(target):len(ids)], target)
         return answers
@@ -80,7 +80,7 @@ class SBD:
     def score(self, hidden, target):
         """hidden (n, C) -> (log-probability of the n targets, whether each is the likeliest token)."""
         total, greedy, size = 0.0, True, max(1, LOGITS // self.model.config.vocab_size)
-        for rows, t in zip(hidden.split(size), torch.tensor(target).to(self.device).split(size)):
+        for rows, t in zip(hidden.split(size), torch.tensor(target).to(self.place).split(size)):
             logits = self.model.lm_head(rows)                      # (n, V); the mask id is ordinary here
             p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
             total += float(p.gather(-1, t[:, None]).sum())
