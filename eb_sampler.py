@@ -80,7 +80,7 @@ def noise_keys(seeds, positions):
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def scattered(V, device):
-    """(V,) int32, a scattered word for each id (murmur3's finaliser), no two alike: the same for every place."""
+    """(V,) int32, a scattered word for each id (murmur3's finaliser), no two alike: one for all places."""
     x = np.arange(1, V + 1, dtype=np.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
