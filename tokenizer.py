@@ -306,7 +306,8 @@ class Tokenizer:
     def token_name(self, role):
         """The text of `role` (such as "eos_token") in tokenizer_config.json, or None."""
         token = self.config.get(role)
-        return token["content"] if isinstance(token, dict) else token
+        token = token.get("content") if isinstance(token, dict) else token
+        return token if isinstance(token, str) else None
 
     @functools.cached_property
     def hash(self):
