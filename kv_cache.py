@@ -70,7 +70,7 @@ class KVCache:
         n = np.array(n.tolist() if isinstance(n, torch.Tensor) else n, np.int64)   # on the host, as `lengths`
         lengths, S = self.lengths.numpy(), self.k.shape[3]
         if n.shape != lengths.shape or n.min(initial=0) < 0 or (lengths + n).max(initial=0) > S:
-            raise ValueError(f"cannot commit {n.tolist()} tokens to rows of {lengths.tolist()} in a cache of {S}")
+            raise ValueError(f"cannot commit {n.tolist()} tokens to rows of {lengths.tolist()}, cache of {S}")
         self.lengths = torch.from_numpy(lengths + n)
 
     def keep(self, rows: list) -> None:

@@ -373,7 +373,7 @@ class Tokenizer:
                 bound = None if self.trusted else SECONDS
                 pieces = [m[0] for piece in pieces for m in regex.finditer(pattern, piece, timeout=bound)]
         except TimeoutError:
-            raise TokenizerError(f"the pattern of {self.folder}'s tokenizer takes more than {SECONDS:g} seconds "
+            raise TokenizerError(f"the pattern of {self.folder}'s tokenizer takes more than {SECONDS:g} s "
                                  "for a text; use another checkpoint") from None
         for piece in map(str.encode, pieces):
             if len(kept := piece.translate(None, self.missing)) < len(piece):   # merged as if never there,
@@ -476,8 +476,8 @@ class Tokenizer:
                 reply = self.render(messages[:i + 1], False, **variables)
                 if not (reply.startswith(prompt) and text.startswith(reply)):
                     raise TokenizerError(
-                        f"the chat template rewrites message {i} when others follow, or does not continue its "
-                        "own prompt; encode a reply at a time, last_only=True")
+                        f"the chat template rewrites message {i} when others follow, or does not continue "
+                        "its own prompt; encode a reply at a time, last_only=True")
                 append(text[done:len(prompt)], False)
                 append(text[len(prompt):len(reply)], True)
                 done = len(reply)

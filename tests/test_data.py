@@ -554,7 +554,8 @@ def test_word_problems_are_counted_before_they_are_made(name, value, tmp_path):
 
 @pytest.mark.parametrize("change", [
     dict(vocab_size="x"), dict(vocab_size=True), dict(vocab_size=-1), dict(stop_ids=None),
-    dict(stop_ids=[1, None]), dict(stop_ids=[10**9]), dict(splits=[]), dict(splits=dict(train=dict(tokens=2**63, documents=1))),
+    dict(stop_ids=[1, None]), dict(stop_ids=[10**9]), dict(splits=[]),
+    dict(splits=dict(train=dict(tokens=2**63, documents=1))),
     dict(splits=dict(train=dict(tokens="7", documents=1))), dict(splits=dict(train=7)), dict(tokenizer=3)])
 def test_a_meta_json_that_cannot_be_is_refused_in_one_line(change, tmp_path):
     assert run("word_problems", "--num_train=5", "--num_val=2", "--out_dir", tmp_path).returncode == 0

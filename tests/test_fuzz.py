@@ -29,7 +29,8 @@ NUMBERS = ["-1", "0", "1", "2", "3", "-0.5", "0.5", "1e9", "nan", "inf", "-inf",
            str(2**63), str(-2**63 - 1), "0x10", "1_0", "٣", "", " ", "true", "None", "[1]", "1,2"]
 WORDS = ["", ".", "..", "/", "/dev/null", "/dev/full", "/dev/zero", "no/such/thing", "no such\nthing",
          "\x1b[31mred", "a" * 5000, "x,y", "💥", "--help me", "-", "~", "hub/na/me", "none/such", "llama9-8b",
-         "sbd-3b", "cpu", "hpu", "cuda:99", "mps", "meta", "xla", "cpu:7", "float8", "eb", "triton", "verified",
+         "sbd-3b", "cpu", "hpu", "cuda:99", "mps", "meta", "xla", "cpu:7", "float8", "eb", "triton",
+         "verified",
          "../" * 40, "FIFO", "FOLDER", "SELF"]
 JSON = [None, True, False, -1, 0, 3, 0.5, 1e308, 10**12, 2**63, -2**63, "", "x", "llama", [], [None],
         [1, None],
@@ -260,8 +261,9 @@ def test_twenty_hostile_inputs_to_real_commands(whole, tmp_path):
         script = ROOT / (name.split()[0].replace(".", "/") + ".py")
         argv = [option for option in argv if name != "bench" or not option.startswith("--repeats")]
         argv += ["--repeats=0"] * (name == "bench")        # refused, in place of minutes
-        done = subprocess.run([sys.executable, script, *argv], cwd=home, stdin=subprocess.DEVNULL, capture_output=True,
-                              text=True, timeout=3 * LIMIT, env=os.environ | dict(HF_HUB_OFFLINE="1"))
+        done = subprocess.run([sys.executable, script, *argv], cwd=home, stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True, timeout=3 * LIMIT,
+                              env=os.environ | dict(HF_HUB_OFFLINE="1"))
         told = (seed, name, argv, done.returncode, done.stderr[-2000:])
         assert done.returncode in (0, 2) and "Traceback" not in done.stderr, told
         assert done.returncode == 0 or done.stderr.splitlines()[-1].startswith(f"{script.name}: "), told

@@ -47,7 +47,8 @@ def test_a_local_task_scores_what_our_own_count_gives(offline, tmp_path, capsys)
                output_type="generate_until", doc_to_text="{{prompt}}", doc_to_target="{{answer}}",
                generation_kwargs=dict(until=["\n\n"], max_gen_toks=70, do_sample=False),
                filter_list=[dict(name="answer", filter=[
-                   dict(function="regex", regex_pattern="The answer is (-?[0-9]+)"), dict(function="take_first")])],
+                   dict(function="regex", regex_pattern="The answer is (-?[0-9]+)"),
+                   dict(function="take_first")])],
                metric_list=[dict(metric="exact_match", aggregation="mean", higher_is_better=True)])
     for options, cell in ((["--mode=ntp"], NTP), (["--mode=verified", "--block_size=4"], VERIFIED)):
         found = harness.main([f"--init_from={TINY}", "--device=cpu", "--dtype=float64",

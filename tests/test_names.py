@@ -1,4 +1,4 @@
-"""Names: another package called `data`, `kernels`, `eval` or `model` on PYTHONPATH changes nothing for the commands."""
+"""Names: other packages called `data`, `kernels`, `eval` or `model` change nothing for the commands."""
 import os
 import subprocess
 import sys
@@ -38,7 +38,7 @@ def test_the_commands_still_work_beside_them(foreign, tmp_path):
                           cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(foreign)), capture_output=True,
                           text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0 and done.stdout, done.stderr
-    done = subprocess.run([sys.executable, ROOT / "data/word_problems/prepare.py", "--num_train=3", "--num_val=2",
-                           f"--out_dir={tmp_path / 'set'}"], env=os.environ | dict(PYTHONPATH=str(foreign)),
+    done = subprocess.run([sys.executable, ROOT / "data/word_problems/prepare.py", "--num_train=3",
+                           "--num_val=2", f"--out_dir={tmp_path / 'set'}"], env=os.environ | dict(PYTHONPATH=str(foreign)),
                           capture_output=True, text=True)
     assert done.returncode == 0 and (tmp_path / "set/meta.json").exists(), done.stderr
