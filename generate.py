@@ -14,6 +14,8 @@ from cli import (add_model, add_options, check_file, load_model, need, need_mask
 
 import itertools
 import math
+import numbers
+import operator
 import os
 import sys
 import time
@@ -69,7 +71,7 @@ class Options:
             if choices:
                 need(value in choices, f"{f.name} {value!r}: wanted {', '.join(choices)}")
             elif not (value is None and f.default is None):
-                kind = kind if kind is int else int | float
+                kind = numbers.Integral if kind is int else numbers.Real
                 is_number = isinstance(value, kind) and not isinstance(value, bool)
                 need(is_number and (not good or good(value)), f"{f.name} {value!r}: wanted {wanted}")
 
@@ -157,9 +159,11 @@ def decode(model, prompts, *given, **options):
     """Algorithm 3 and method section 10: a generator over forwards, each yielding one Step for every row that
     took part. Arguments as in `generate`; rows leave the batch as they end."""
     o = Options(*given, **options)
+    prompts = [token_ids(p, "a prompt") for p in prompts]
     check_prompts(model.config, prompts, o.mode, o.block_size)
-    o = replace(o, seed=int.from_bytes(os.urandom(7), "big") if o.seed is None else o.seed,
-                stop_ids=frozenset(map(int, model.config.stop_ids if o.stop_ids is None else o.stop_ids)))
+    stop_ids = token_ids(model.config.stop_ids if o.stop_ids is None else o.stop_ids, "stop_ids")
+    o = replace(o, seed=int.from_bytes(os.urandom(7), "big") if o.seed is None else int(o.seed),
+                stop_ids=frozenset(stop_ids))
     room = [model.config.max_position_embeddings - len(p) for p in prompts]
     rows = [Row(i, min(o.max_new_tokens, n), o.seed + i) for i, n in enumerate(room)]
     scratch = 2 * o.k if o.mode == "sbd" else o.k + o.k * min(o.hedges, o.k)
@@ -344,6 +348,14 @@ def generate(model, prompts, *given, **options):
     return [rows.get(i) or Row(i, 0) for i in range(len(prompts))]
 
 
+def token_ids(values, name) -> list:
+    """Any whole numbers, as ints; ValueError where they are none."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise ValueError(f"{name}: wanted a list of token ids, whole numbers, given {values!r}") from None
+
+
 def check_prompts(config, prompts, mode, block_size):
     """What a model cannot continue."""
     longest, context = max(map(len, prompts), default=0), config.max_position_embeddings
@@ -389,14 +401,8 @@ def check(args):
     None."""
     defaults = parse([])
     args.mode = args.mode or ("verified" if args.gamma is None else "sbd")
-    for name, modes in USED_BY.items():
-        if args.mode not in modes and getattr(args, name) != getattr(defaults, name):
-            print(f"generate.py: --{name} has no effect in --mode={args.mode}, only in {' and '.join(modes)}",
-                  file=sys.stderr)
-    if not args.temperature and (args.top_k or args.top_p):
-        print("generate.py: --top_k and --top_p have no effect at --temperature=0", file=sys.stderr)
-    args.gamma = 0.1 if args.gamma is None else args.gamma
     options = {f.name: getattr(args, f.name) for f in fields(Options) if f.metadata}
+    options["gamma"] = 0.1 if args.gamma is None else args.gamma
     Options(**options)
     need(1 <= args.num_samples <= 2**16, f"--num_samples {args.num_samples}: wanted 1 to {2**16}")
     need(not args.trace or args.max_new_tokens,
@@ -407,6 +413,12 @@ def check(args):
     if args.trace:
         check_file("--trace", args.trace, (".html", ".svg"))
     decode_kernel(args.attention, open_device(args.device), getattr(torch, args.dtype or "float32"))
+    for name, modes in USED_BY.items():
+        if args.mode not in modes and getattr(args, name) != getattr(defaults, name):
+            print(f"generate.py: --{name} has no effect in --mode={args.mode}, only in {' and '.join(modes)}",
+                  file=sys.stderr)
+    if not args.temperature and (args.top_k or args.top_p):
+        print("generate.py: --top_k and --top_p have no effect at --temperature=0", file=sys.stderr)
     return options, text
 
 
