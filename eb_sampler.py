@@ -23,7 +23,7 @@ def probabilities(logits, temperature=1.0, top_k=None, top_p=None):
     if top_k is not None and top_k < p.shape[-1]:
         p = most_probable(p, p.topk(top_k).values)
     if top_p is not None and top_p < 1:
-        least = top_p - 2 * torch.finfo(p.dtype).eps               # rounding may leave a sum just below it
+        least = top_p * (1 - 1e-12)                                # rounding may leave a sum just below it
         n = p.shape[-1] if p.is_cuda else 128  # on the CPU a full sort costs more than a forward
         while True:
             ranked = p.topk(min(n, p.shape[-1])).values            # (..., n), falling

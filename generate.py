@@ -69,7 +69,7 @@ class Options:
         for f in (f for f in fields(self) if f.metadata):
             value, (good, wanted, kind, choices) = getattr(self, f.name), list(f.metadata.values())[1:]
             if choices:
-                need(value in choices, f"{f.name} {value!r}: wanted {', '.join(choices)}")
+                need(value in tuple(choices), f"{f.name} {value!r}: wanted {', '.join(choices)}")
             elif not (value is None and f.default is None):
                 kind = numbers.Integral if kind is int else numbers.Real
                 is_number = isinstance(value, kind) and not isinstance(value, bool)

@@ -39,6 +39,7 @@ def test_the_commands_still_work_beside_them(foreign, tmp_path):
                           text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0 and done.stdout, done.stderr
     done = subprocess.run([sys.executable, ROOT / "data/word_problems/prepare.py", "--num_train=3",
-                           "--num_val=2", f"--out_dir={tmp_path / 'set'}"], env=os.environ | dict(PYTHONPATH=str(foreign)),
+                           "--num_val=2", f"--out_dir={tmp_path / 'set'}"],
+                          env=os.environ | dict(PYTHONPATH=str(foreign)),
                           capture_output=True, text=True)
     assert done.returncode == 0 and (tmp_path / "set/meta.json").exists(), done.stderr
