@@ -3,7 +3,7 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["TRITON_INTERPRET"] = "1"   # the kernels run on the CPU, in Python: set before anything imports triton
+os.environ["TRITON_INTERPRET"] = "1"   # kernels run on the CPU, in Python: set before triton is imported
 
 import pytest
 
