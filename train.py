@@ -241,7 +241,7 @@ def open_run(args, data, val, source, config, tokenizer) -> Run:
         opened.optimizer.load_state_dict(dict(state["optimizer"], param_groups=groups))
         opened.step = log.first_step = log.line_step = state["step"]
         log.sums = state["sums"].to(args.device, wide)
-        if log.path.exists():   # a kill may have left lines behind the checkpoint, the last one torn
+        if log.path.is_file():   # a kill may have left lines behind the checkpoint, the last one torn
             for line in log.path.read_text(errors="replace").splitlines(keepends=True)[1:]:
                 step = line.partition(",")[0]
                 if line.endswith("\n") and step.isdecimal() and int(step) <= opened.step:

@@ -113,7 +113,9 @@ def locked(folder):
     if fcntl is None:                      # Windows
         yield
         return
-    with open(Path(folder) / ".lock", "a") as file:
+    path = Path(folder) / ".lock"
+    need(path.is_file() or not path.exists(), f"{path} is no regular file: remove it")
+    with open(path, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -217,7 +217,7 @@ def run_cases(whole, tmp_path, seeds):
         code, out, err = case(name, argv)
         os.chdir(ROOT)
         told = (seed, name, argv, code, err[-2000:])
-        if isinstance(code, str):   # a training that began and whose loss is not finite: one line, exit code 1
+        if isinstance(code, str):   # a training whose loss is not finite: one line, exit code 1
             assert "is not finite" in code and "\n" not in code, told
             code = 1
         assert code in (0, 1, 2), told
