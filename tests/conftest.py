@@ -3,11 +3,7 @@ import os
 import sys
 from pathlib import Path
 
-<<<<<<< HEAD
-os.environ["TRITON_INTERPRET"] = "1"   # the kernels run on the CPU, in Python: before triton is imported
-=======
 os.environ["TRITON_INTERPRET"] = "1"   # kernels run on the CPU, in Python: set before triton is imported
->>>>>>> room-G
 
 import pytest
 
