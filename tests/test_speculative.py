@@ -61,3 +61,9 @@ def test_bad_options_are_refused_in_one_line(tmp_path):
     random_model(0).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="same tokenizer"):
         main([f"--draft_from={tmp_path}", "--init_from=checkpoints/tiny-sbd"])
+
+
+def test_no_new_tokens_are_no_forwards_and_no_end_that_never_comes():
+    for limit in (0, 1):
+        row = speculate(random_model(0), [1, 2, 3], prompt_lookup(4), max_new_tokens=limit)
+        assert (len(row.tokens), row.nfe) == (limit, limit)
