@@ -15,7 +15,8 @@ def probabilities(logits, temperature=1.0, top_k=None, top_p=None):
     """logits (..., V) -> probabilities (..., V), float32, or float64 if the logits are.
 
     Temperature, then top-k, then top-p, then renormalised. This is the one place that makes probabilities of
-    logits. """
+    logits.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1:  # shifted: a tiny temperature must not overflow
         logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
@@ -37,8 +38,7 @@ def probabilities(logits, temperature=1.0, top_k=None, top_p=None):
 
 
 def most_probable(p, ranked):
-    """p (..., V) cut to the ids that `ranked` (..., n), their probabilities or inf, stands for, and
-    renormalised.
+    """p (..., V) cut to the ids whose probabilities, or inf, `ranked` (..., n) holds, and renormalised.
 
     Of equal ones the lower ids are kept."""
     least = ranked.amin(-1, keepdim=True)
@@ -88,8 +88,7 @@ def scattered(V, device):
 
 
 def noise(keys, V):
-    """E of method section 10: standard exponentials (N, V), float64, of keys (N, 4); g = -log E is Gumbel
-    noise.
+    """Method section 10: the noise E, standard exponentials (N, V), float64, of keys (N, 4); g = -log E.
 
     A counter-based hash: 32 bits by multiplications and shifts, keyed by the place and applied to the id. In
     place and few, since over V ids a dozen passes count."""
@@ -123,20 +122,17 @@ def eb_select(logits, masked, gamma):
 
 
 def eb_confidence_select(logits, masked, gamma):
-    """Eq. 18 (B.1): in order of falling confidence, the largest s with sum - max of the first s entropies <=
-    gamma."""
+    """Eq. 18 (B.1): by falling confidence, the largest s with sum - max of the first s entropies <= gamma."""
     return select(eb_confidence_rule, logits, masked, gamma)
 
 
 def factor_select(logits, masked, factor):
-    """Fast-dLLM's factor rule: the largest n with (n + 1)(1 - c_n) < factor, or 1. B.1 prints c_n for 1 -
-    c_n."""
+    """Fast-dLLM's factor rule: the largest n with (n + 1)(1 - c_n) < factor, or 1. B.1 prints c_n."""
     return select(factor_rule, logits, masked, factor)
 
 
 def threshold_select(logits, masked, threshold):
-    """Fast-dLLM's threshold rule: every position with confidence >= threshold, and at least the most
-    confident."""
+    """Fast-dLLM's threshold rule: every confidence >= threshold, and at least the most confident position."""
     return select(threshold_rule, logits, masked, threshold)
 
 

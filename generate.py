@@ -43,8 +43,7 @@ def option(default, help=None, good=None, wanted="", type=None, choices=None):
 
 @dataclass
 class Options:
-    """How to decode; the one place that knows an option. Raises ValueError, one line, for what cannot be
-    meant."""
+    """How to decode; the one place that knows an option. ValueError, one line, for what cannot be meant."""
     block_size: int = option(16, "k, tokens decoded together", lambda x: 1 <= x <= 4096, "1 to 4096", int)
     gamma: float = option(0.1, "sbd: entropy budget of a step, nats", lambda x: x >= 0, "0 or more", float)
     max_new_tokens: int = option(256, "most tokens a text", lambda x: 0 <= x < 2**31, "0 to 2^31 - 1", int)
@@ -325,8 +324,7 @@ def table(lists, width, fill):
 
 
 def fetch(model, *tensors):
-    """Tensors of B rows -> float64 array (B, ...), in one transfer: the only wait for the device in a
-    forward."""
+    """Tensors of B rows -> float64 array (B, ...), in one transfer: a forward's only wait for the device."""
     values = torch.cat([t.reshape(len(t), -1).double() for t in tensors], 1).cpu().numpy()
     if not np.isfinite(values).all():
         raise ValueError(f"the model's logits are not finite in {model.lm_head.weight.dtype}: "
@@ -341,7 +339,8 @@ def generate(model, prompts, *given, **options):
     mode: "sbd" decodes blocks of `block_size` with entropy budget `gamma` (nats); "ntp" one token a forward;
     "verified" drafts blocks, checks them and gives NTP's text, with `hedges` blocks a window. All arguments,
     in this order too: the fields of Options. At most max_new_tokens, and never past the model's context.
-    Raises ValueError. """
+    Raises ValueError.
+    """
     rows = {}
     for steps in decode(model, prompts, *given, **options):
         rows |= {step.row.index: step.row for step in steps}
@@ -397,8 +396,7 @@ USED_BY = dict(gamma=["sbd"], sampler=["sbd"], factor=["sbd"], threshold=["sbd"]
 
 
 def check(args):
-    """Refuse what can be refused before a model is loaded -> the decoding options, and the prompt's text or
-    None."""
+    """Refuse what can be refused before a model is loaded -> decoding options, the prompt's text or None."""
     defaults = parse([])
     args.mode = args.mode or ("verified" if args.gamma is None else "sbd")
     options = {f.name: getattr(args, f.name) for f in fields(Options) if f.metadata}
@@ -423,8 +421,7 @@ def check(args):
 
 
 def compile_decoding(model):
-    """--compile: both halves of every layer, for any length, so that few variants are compiled; on CUDA also
-    graphs."""
+    """--compile: both halves of every layer, for any length, so few variants; on CUDA also graphs."""
     if model.lm_head.weight.device.type == "cuda":
         model.graphs = Graphs()
     return compile_layers(model, dynamic=True)

@@ -46,11 +46,11 @@ def decode_kernel(attention: str, device, dtype):
 
 
 class KVCache:
-    """Keys and values (layers, B, Hkv, S, D), allocated once, and `lengths` (B,) int64: the tokens each row
-    keeps.
+    """Keys and values (layers, B, Hkv, S, D), allocated once, and `lengths` (B,): the tokens each row keeps.
 
     S = max_len: the longest text plus one window of scratch. A window that does not fit raises ValueError, as
-    does a cache that memory has no room for. attention: what attends to it, as in decode_kernel. """
+    does a cache that memory has no room for. attention: what attends to it, as in decode_kernel.
+    """
 
     def __init__(self, config, batch_size: int, max_len: int, device="cpu", dtype=torch.float32,
                  attention="auto"):
@@ -107,7 +107,8 @@ def window_rule(num_causal: list, sees: list, block_size: int):
     W) int64.
 
     Row b is [causal | block | block | ...], padded on the right with causal tokens. num_causal[b]: its causal
-    tokens; sees[b]: for each of its blocks of block_size tokens, how many of those the block sees. """
+    tokens; sees[b]: for each of its blocks of block_size tokens, how many of those the block sees.
+    """
     B, W = len(num_causal), max(c + block_size * len(a) for c, a in zip(num_causal, sees))
     position, block = np.tile(np.arange(W), (B, 1)), np.full((B, W), -1)
     seen = position + 1
@@ -166,15 +167,13 @@ def window(cache: KVCache, num_causal: list, sees: list, block_size: int) -> Win
 # -------------------------------------------------------------------------------- attention and forward
 
 def kernel_attend(kernel, k, v, rule, longest: int):
-    """An `attend` by the kernel over k, v (layers, B, Hkv, S, D) of which no row has more than `longest`
-    tokens."""
+    """An `attend` by the kernel over k, v (layers, B, Hkv, S, D), no row of which exceeds `longest`."""
     layers, dtype = list(zip(k.unbind(), v.unbind())), k.dtype
     return lambda layer, *qkv: kernel.block_decode(*(x.to(dtype) for x in qkv), *layers[layer], rule, longest)
 
 
 def cached_attend(cache: KVCache, w: Window):
-    """The `attend` of Llama.forward for this window: write its keys and values, then attend over the
-    cache."""
+    """The `attend` of Llama.forward for this window: write its keys and values, attend over the cache."""
     if w.rule is not None:
         return kernel_attend(cache.kernel, cache.k, cache.v, w.rule, int(cache.lengths.max()))
     G, ragged = cache.group, isinstance(w.slots, torch.Tensor)
@@ -208,7 +207,8 @@ def run_window(model, cache: KVCache, tokens: list, num_causal: list, sees: list
     """One forward: a list of tokens a row -> hidden states (B, W, C), which hold until the next one.
 
     Other arguments as in `window_rule`. With model.graphs (generate.py --compile on CUDA) it is the replay of
-    a graph. """
+    a graph.
+    """
     w, W = window(cache, num_causal, sees, block_size), max(map(len, tokens))
     ids = torch.tensor([[*t] + [0] * (W - len(t)) for t in tokens]).to(cache.k.device)   # (B, W)
     if model.graphs is None or w.rule is None or w.causal:   # prefills, of many lengths, run as they are

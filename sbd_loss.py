@@ -31,7 +31,8 @@ def mask_tokens(tokens, mask_id: int, eta=None, generator=None):
     """Eq. 13: each token becomes `mask_id` with its row's probability eta.
 
     tokens (B, L); eta (B, 1), default one draw from U(0, 1) a row -> noisy (B, L), is_masked (B, L). An eta
-    (B, L) of zeros and ones says which tokens, whatever is drawn. """
+    (B, L) of zeros and ones says which tokens, whatever is drawn.
+    """
     if eta is None:
         eta = torch.rand(tokens.shape[0], 1, generator=generator, device=tokens.device)
     is_masked = torch.rand(tokens.shape, generator=generator, device=tokens.device) < eta
@@ -56,8 +57,7 @@ def ntp_targets(tokens, mask=None, doc_ids=None):
 
 def sbd_loss(model, tokens, block_size: int, loss_mask=None, ntp_mask=None, doc_ids=None, num_targets=None,
              ntp_weight=1.0, matp_weight=1.0, eta=None, generator=None, backend="auto") -> SBDLoss:
-    """Eq. 14, Algorithm 1: one step's loss, (ntp_weight * sum of NTP + matp_weight * sum of MATP) /
-    num_targets.
+    """Eq. 14, Algorithm 1: one step's loss, (ntp_weight * NTP + matp_weight * MATP) / num_targets, of sums.
 
     tokens (B, L); loss_mask (B, L) bool: the targets of both terms, default all; ntp_mask: those of NTP where
     they differ; doc_ids (B, L): packed documents; num_targets: the NTP targets of the whole optimizer step,

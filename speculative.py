@@ -42,7 +42,8 @@ def speculate(model, prompt, propose, max_new_tokens=256, stop_ids=None) -> Row:
     """Greedy decoding of `prompt`, a list of ids, with the drafts of propose(text so far) -> list of ids.
 
     stop_ids: None for the model's own. nfe counts the forwards of `model` as method section 5 does; the
-    draft's own cost is in the seconds only. Raises ValueError for what `generate` refuses too. """
+    draft's own cost is in the seconds only. Raises ValueError for what `generate` refuses too.
+    """
     Options(mode="ntp", max_new_tokens=max_new_tokens)
     check_prompts(model.config, [prompt], "ntp", 1)
     stop_ids = model.config.stop_ids if stop_ids is None else stop_ids

@@ -95,7 +95,8 @@ def merges_to_ranks(vocab, merges, ignore_merges):
     tiktoken merges any two neighbours whose union is a token, tokenizer.json only listed pairs. Both do the
     same if every token has the rank of the one merge that makes it from its own text, and if tokens that no
     merge makes are left out. With `ignore_merges` a piece that is such a token is still found whole, so these
-    go last. """
+    go last.
+    """
     merge_rank = {pair: 256 + i for i, pair in enumerate(merges)}
     number, halves = dict(ALPHABET), {}  # token -> rank; token -> the two tokens it is merged from
     for pair, rank in merge_rank.items():
@@ -322,7 +323,8 @@ class Tokenizer:
     def encode(self, text):
         """Ids of plain text: no BOS, and never a special id, whatever the text. A lone surrogate is encoded
         as U+FFFD; a byte that the vocabulary lacks (SmolLM2: some control characters) is dropped, as
-        `tokenizers` does. """
+        `tokenizers` does.
+        """
         return self.encode_added(text, self.words)
 
     def encode_batch(self, texts):
@@ -498,7 +500,8 @@ class TextStream:
     Ids in `skip` (special ones, stop ids) are seen when stop texts are looked for, by their names, and left
     out of the text. Of several stops the one that is complete first counts, at the same character the
     longest. `.found`: a stop text is complete, and nothing comes any more. `.tokens`: how many of the ids fed
-    count, all up to the one that completed the stop text. """
+    count, all up to the one that completed the stop text.
+    """
 
     def __init__(self, tokenizer, stop_texts=(), skip=()):
         self.tokenizer, self.skip = tokenizer, frozenset(skip)

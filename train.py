@@ -43,8 +43,7 @@ RECIPES = {   # method section 3: 2M tokens a step, 34k steps, 32k context
 CHECKPOINTS = "step-" + "[0-9]" * 8
 # What a (seed, step) means, and what the weights are: a resumed run cannot change these.
 FIXED = ("recipe", "init_from", "dataset", "objective", "mask_id", "seed", "seq_len", "batch_size",
-         "grad_accum",
-         "block_size_min", "block_size_max", "full_mask_prob")
+         "grad_accum", "block_size_min", "block_size_max", "full_mask_prob")
 CELLS = [dict(mode="sbd", block_size=k, gamma=0.1) for k in (8, 16)] + \
     [dict(mode="verified", block_size=k, hedges=2) for k in (16, 24, 32)]
 
@@ -57,7 +56,7 @@ def train(run, args) -> None:
     for step in range(run.step, args.max_steps):
         k, noise = draw(args, step, R)                           # k ~ U{min, ..., max}; noise (R, L) bool
         batches = [batch(run.rows, range(i, i + B)) for i in range(step * R, (step + 1) * R, B)]
-        num_targets = sum(map(num_ntp_targets, batches))  # of the whole step: Eq. 14 of the large batch
+        num_targets = sum(map(num_ntp_targets, batches))         # of the whole step: Eq. 14 of all its rows
         for group in run.optimizer.param_groups:
             group["lr"] = learning_rate(args, step)
         for b, masked in zip(batches, noise.split(B)):
@@ -67,17 +66,17 @@ def train(run, args) -> None:
         norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), args.grad_clip or math.inf)
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
-        after(run, args, step + 1, norm)  # a line, validation, a checkpoint: what is due
+        after(run, args, step + 1, norm)                         # a line, a checkpoint: whatever is due
 
 
 def draw(args, step, num_rows):
-    """Fig. 7, Eq. 13: a step's k ~ U{min, ..., max}, and which tokens of its rows are masked, bool (num_rows,
-    L).
+    """Fig. 7, Eq. 13: a step's k ~ U{min, ..., max}, and which tokens of its rows are masked, (num_rows, L).
 
     Each row has its eta ~ U(0, 1), or, with probability full_mask_prob, 1 (draft-aware noise, method section
-    10). All of it follows from (seed, step, row) alone: method section 12. """
-    k = int(np.random.default_rng([args.seed, step, 0]).integers(args.block_size_min,
-                                                                 args.block_size_max + 1))
+    10). All of it follows from (seed, step, row) alone: method section 12.
+    """
+    rng = np.random.default_rng([args.seed, step, 0])
+    k = int(rng.integers(args.block_size_min, args.block_size_max + 1))
     noise = np.empty((num_rows, args.seq_len), bool)
     for row in range(num_rows):
         rng = np.random.default_rng([args.seed, step, row + 1])
@@ -88,8 +87,7 @@ def draw(args, step, num_rows):
 
 def losses(model, args, b, k, masked, num_targets=None):
     """One forward's loss; autocast keeps float32 weights and runs the matrix products in --dtype."""
-    b, eta = b.to(args.device), masked.to(args.device,
-                                          torch.float32)   # certain: eta 1 where masked, 0 elsewhere
+    b, eta = b.to(args.device), masked.to(args.device, torch.float32)   # 1 where masked, 0 elsewhere: certain
     loss_mask, ntp_mask = targets(b, k)   # (B, L)
     with torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         if args.objective == "ntp":
@@ -108,10 +106,10 @@ def learning_rate(args, step):
 
 @torch.no_grad()
 def validate(model, args, rows):
-    """Mean NTP and MATP losses over all targets of the first --eval_rows rows, nats, always with the same
-    noise.
+    """Mean NTP and MATP losses over all targets of the first --eval_rows rows, nats, always the same noise.
 
-    A row's k and noise are its own, so that nothing depends on --batch_size."""
+    A row's k and noise are its own, so that nothing depends on --batch_size.
+    """
     model.eval()
     sums, by_k = torch.zeros(4, dtype=torch.float64), {}
     for i in range(min(args.eval_rows, len(rows))):
@@ -186,11 +184,10 @@ class Run:
 
 
 def after(run, args, done, norm):
-    """Whatever is due behind step `done`: a log line, validation, a checkpoint, the end after Ctrl-C or
-    SIGTERM."""
+    """Whatever is due behind step `done`: a log line, validation, a checkpoint, the end after a signal."""
     run.step, log = done, run.log
-    log.first_bad = torch.where(torch.isfinite(norm + log.sums.sum()), log.first_bad,
-                                log.first_bad.clamp(max=done))
+    is_good = torch.isfinite(norm + log.sums.sum())
+    log.first_bad = torch.where(is_good, log.first_bad, log.first_bad.clamp(max=done))
     save_now = done % args.eval_interval == 0 or done == args.max_steps
     line_now = done % args.log_interval == 0 or save_now
     if not (line_now or run.stop):
@@ -198,9 +195,8 @@ def after(run, args, done, norm):
     checked = validate(run.model, args, run.val_rows) if save_now and run.val_rows else []
     bad = min(log.first_bad.item(), math.inf if all(map(math.isfinite, checked)) else done)
     if bad < math.inf:
-        good = newest(args.out_dir)
-        advice = f"{good} is the last good checkpoint: --resume" if good else \
-            "there is no checkpoint yet: start again"
+        good, advice = newest(args.out_dir), "there is no checkpoint yet: start again"
+        advice = f"{good} is the last good checkpoint: --resume" if good else advice
         sys.exit(f"train.py: the loss or its gradient is not finite at step {bad:.0f}; "
                  f"{advice} with a lower --lr")
     if line_now:
@@ -282,9 +278,8 @@ def save(run, args):
         if old.is_symlink() or old.exists():
             remove(old)
     write_model(run.model, run.files, aside)
-    state = dict(optimizer=run.optimizer.state_dict(), step=run.step, sums=run.log.sums,
-                 args={name: str(value) if isinstance(value, Path) else value for name,
-                       value in vars(args).items()})
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    state = dict(optimizer=run.optimizer.state_dict(), step=run.step, sums=run.log.sums, args=plain)
     write_whole(aside / "train_state.pt", lambda path: torch.save(state, path))
     flush_folder(aside)
     os.replace(aside, final)
@@ -302,14 +297,13 @@ def write_model(model, files, folder):
 
 
 def load_file(folder: Path, device) -> dict:
-    """A checkpoint's train_state.pt, never unpickled beyond tensors and plain values; ValueError in one
-    line."""
+    """A checkpoint's train_state.pt, tensors and plain values only; ValueError if it is damaged."""
     path = folder / "train_state.pt"
     try:
         state = torch.load(path, map_location=device, weights_only=True, mmap=True)   # mapped: not read yet
         good = isinstance(state, dict) and isinstance(state["args"], dict) and type(state["step"]) is int \
-            and state["step"] >= 0 and isinstance(state["optimizer"]["state"],
-                                                  dict) and state["sums"].shape == (4,)
+            and state["step"] >= 0 and isinstance(state["optimizer"]["state"], dict) \
+            and state["sums"].shape == (4,)
     except Exception:   # a damaged file ends in any of a dozen kinds of error
         good = False
     need(good, f"{path} is damaged, or not of this version: remove {folder}, or start again with --overwrite")
@@ -330,6 +324,8 @@ def read_state(folder: Path, optimizer, device) -> dict:
             for i, w in enumerate(weights))
     need(good, f"{folder / 'train_state.pt'} does not fit the model (a state missing, or of another shape): "
                f"remove {folder}, or start again with --overwrite")
+    for state_of in moments.values():   # memory of its own, not the mapped file's
+        state_of.update({name: tensor.clone() for name, tensor in state_of.items()})
     return state
 
 
@@ -376,7 +372,7 @@ def options():
     a("--ntp_weight", type=float, default=1.0, help="weight of the NTP term; 0 is the paper's ablation")
     a("--matp_weight", type=float, default=1.0, help="weight of the MATP term")
     a("--block_size_min", type=int, default=2, help="k ~ U{min, ..., max}, one a step")
-    a("--block_size_max", type=int, default=16, 
+    a("--block_size_max", type=int, default=16,
       help="the longest block, one more than a document's stop copies")
     a("--full_mask_prob", type=float, default=0.0, help="share of rows that are all masks; the paper's is 0")
     a("--mask_id", type=int, help="the mask token, where the model's config names none")
@@ -396,7 +392,7 @@ def options():
     a("--eval_rows", type=int, default=32, help="validation rows; 0: none")
     a("--sample_problems", type=int, default=100, help="held-out word problems decoded at the end; 0: none")
     a("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, mps")
-    a("--dtype", choices=("float32", "bfloat16"), 
+    a("--dtype", choices=("float32", "bfloat16"),
       help="of the forward (autocast); default bfloat16 on cuda, else float32")
     a("--attention", choices=BACKENDS, default="auto",
       help="backend of the attention; auto: triton on CUDA, else sdpa")
@@ -473,7 +469,8 @@ def check(args):
     """Refuse everything that can be refused, before weights are loaded or files touched.
 
     Returns the training set, the validation set or None, what to load the weights from or None (random ones),
-    the model's config and its tokenizer. """
+    the model's config and its tokenizer.
+    """
     check_numbers(args)
     at_random = args.init_from in PRESETS and PRESETS[args.init_from][1] is None   # a shape without weights
     source = newest(args.out_dir) if args.resume else None if at_random else args.init_from

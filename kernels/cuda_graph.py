@@ -49,7 +49,8 @@ class Graphs:
     def lend(self, make, batch_size: int, max_len: int, made_for):
         """A cache for one decoding: the idle one, if it is large enough and nothing that it was made for has
         moved, else a new one of make(). What was lent comes back, also after an early stop; one in use is
-        never lent twice. """
+        never lent twice.
+        """
         cache, self.idle = self.idle, None
         whole = (0,) * 4 if cache is None else cache.whole[0].shape
         if cache is None or cache.made_for != made_for or batch_size > whole[1] or max_len > whole[3]:
