@@ -19,6 +19,7 @@ import dataclasses
 import importlib.util
 import select
 import stat
+import tempfile
 
 import torch
 from safetensors import SafetensorError
@@ -31,8 +32,7 @@ PUBLISHED = ", ".join(name for name, (_, hub) in PRESETS.items() if hub)
 
 
 def run(main, **interrupted):
-    """Call main() as a command: the tail of every script. interrupted: what else to say at Ctrl-C,
-    `note=`."""
+    """Call main() as a command: the tail of every script. interrupted: what to say at Ctrl-C, `note=`."""
     name = Path(sys.argv[0]).name
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -65,8 +65,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 
 def add_options(p, options, names=None, **defaults):
-    """The fields of `options`, a dataclass whose fields have help (and choices) as metadata, as options of
-    parser p.
+    """The fields of `options`, a dataclass with help and choices as their metadata, as options of parser p.
 
     names: those fields only. defaults: other defaults than the fields' own, by name.
     """
@@ -122,8 +121,7 @@ def check_file(option, path, suffixes=()) -> None:
     try:
         need(path.parent.is_dir() and (path.is_file() or not path.exists()),
              f"{option} {path}: wanted a file in a folder that exists")
-        with open(probe := path.with_name(path.name + ".tmp"), "a"):   # what write_whole begins with
-            probe.unlink()
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise ValueError(f"{option} {path} cannot be written ({error.strerror}): name another file") from None
 
@@ -135,8 +133,7 @@ def check_plot(path) -> None:
 
 
 def load_model(args, default=None):
-    """The model and the tokenizer that --init_from (or `default`), --mask_id, --device and --dtype ask
-    for."""
+    """The model and tokenizer that --init_from (or `default`), --mask_id, --device and --dtype ask for."""
     device = open_device(args.device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     model = Llama.from_pretrained(args.init_from or default, device, dtype, args.mask_id)

@@ -408,8 +408,7 @@ def check(args):
     text = read_prompt(args)
     need(text is not None or not args.init_from,
          "no prompt: give --prompt TEXT, --prompt_file FILE or pipe a text in")
-    if args.trace:
-        check_file("--trace", args.trace, (".html", ".svg"))
+    check_file("--trace", args.trace, (".html", ".svg"))
     decode_kernel(args.attention, open_device(args.device), getattr(torch, args.dtype or "float32"))
     for name, modes in USED_BY.items():
         if args.mode not in modes and getattr(args, name) != getattr(defaults, name):
@@ -428,8 +427,7 @@ def compile_decoding(model):
 
 
 def run_samples(model, tokenizer, ids, args, options, show):
-    """Decode and print --num_samples texts as they come -> texts, (tokens, forwards) of each, steps kept for
-    --trace."""
+    """Decode and print --num_samples texts as they come -> (tokens, forwards) of each, steps for --trace."""
     n, color = args.num_samples, sys.stdout.isatty()
     skip = {*model.config.stop_ids, *tokenizer.special_ids.values()}
     streams = [TextStream(tokenizer, args.stop, skip) for _ in range(n)]
