@@ -145,7 +145,7 @@ def read_config(folder: Path, default_mask_id=None, mask_id=None) -> dict:
                         "(config.json, *.safetensors)")
     raw = read_json(path)
     kind, rope = raw.get("model_type"), raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    need(isinstance(rope, dict), f"{path} gives {shown(rope)} as its rope parameters, wanted an object")
+    need(isinstance(rope, dict), f"{path}: rope_scaling is {shown(rope)}, wanted an object")
     given = lambda name, default: next((d[name] for d in (rope, raw) if d.get(name) is not None), default)
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     layers = raw.get("layer_types") or []

@@ -3,8 +3,10 @@ import copy
 import dataclasses
 import gc
 import json
+import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -149,7 +151,8 @@ def test_many_shards_load_as_one(tmp_path):
 def test_dtype_defaults_to_the_stored_one(dtype, tmp_path):
     reference(dtype=dtype).save_pretrained(tmp_path)
     assert {w.dtype for w in Llama.from_pretrained(tmp_path).parameters()} == {dtype}
-    assert {w.dtype for w in Llama.from_pretrained(tmp_path, dtype=torch.float64).parameters()} == {torch.float64}
+    double = Llama.from_pretrained(tmp_path, dtype=torch.float64)
+    assert {w.dtype for w in double.parameters()} == {torch.float64}
 
 
 def test_weights_stored_in_two_dtypes_load_in_that_of_the_embedding(folder):
@@ -165,8 +168,8 @@ def test_at_picks_the_positions_whose_logits_are_wanted():
     with torch.no_grad():
         full = model(tokens)
         assert full.shape == (3, 12, 97)
-        for_all_rows = torch.tensor([11, 0, 5])
-        torch.testing.assert_close(model(tokens, at=for_all_rows), full[:, for_all_rows], rtol=1e-12, atol=1e-12)
+        all_rows = torch.tensor([11, 0, 5])
+        torch.testing.assert_close(model(tokens, at=all_rows), full[:, all_rows], rtol=1e-12, atol=1e-12)
         row_by_row = torch.tensor([[0, 3], [11, 11], [7, 2]])
         expected = torch.stack([full[b, row_by_row[b]] for b in range(3)])
         torch.testing.assert_close(model(tokens, at=row_by_row), expected, rtol=1e-12, atol=1e-12)
@@ -243,7 +246,7 @@ def test_rotary_turns_the_first_dimension_one_radian_a_position():
 
 def test_rotary_angles_survive_a_forward_of_fake_tensors():
     from torch._subclasses.fake_tensor import FakeTensorMode
-    config = LlamaConfig(rope_theta=54321.0)                                  # of no other test: not cached yet
+    config = LlamaConfig(rope_theta=54321.0)   # of no other test: nothing is cached yet
     with FakeTensorMode():
         assert rotary(config, torch.arange(4), torch.float32)[0].shape == (1, 1, 4, 32)
     assert rotary(config, torch.arange(4), torch.float32)[0][0, 0, 0, 0].item() == 1.0
@@ -400,6 +403,47 @@ def test_an_interrupted_write_leaves_the_old_file_whole(tmp_path):
         assert reader.read() == "old" and path.read_text() == "new"
 
 
+def test_two_writers_of_one_file_do_not_meet(tmp_path):
+    path = tmp_path / "results.json"
+
+    def slow(temporary):
+        temporary.write_text("slow")
+        write_whole(path, lambda other: other.write_text("fast"))   # comes between
+        assert path.read_text() == "fast"
+
+    write_whole(path, slow)
+    assert path.read_text() == "slow" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_the_umask_decides_who_may_read_what_is_written(folder, tmp_path, umask):
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").chmod(0o600)
+    before = os.umask(umask)
+    try:
+        Llama.from_pretrained(folder).save_pretrained(tmp_path / "out")
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+        assert len(modes) == 4 and set(modes.values()) == {0o666 & ~umask}, modes
+        assert (tmp_path / "out").stat().st_mode & 0o777 == 0o777 & ~umask
+    finally:
+        os.umask(before)
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(folder):
+    resource = pytest.importorskip("resource")
+    model, before = Llama.from_pretrained(folder), {path: path.read_bytes() for path in folder.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))   # bytes that a file may have
+    try:
+        with pytest.raises(OSError) as caught:
+            model.save_pretrained(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(str(caught.value).splitlines()) == 1 and "model.safetensors" in str(caught.value)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
 KILLED = """
 import sys, torch
 from model import Llama, LlamaConfig
@@ -431,7 +475,8 @@ def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("name, billions", [
     ("llama3.1-8b", 8.03), ("llama3.1-70b", 70.6), ("llama3.2-1b", 1.24), ("llama3.2-3b", 3.21),
-    ("qwen3-0.6b", 0.596), ("qwen3-8b", 8.19), ("smollm2-135m", 0.1345), ("smollm2-360m", 0.3618), ("smollm2-1.7b", 1.71)])
+    ("qwen3-0.6b", 0.596), ("qwen3-8b", 8.19), ("smollm2-135m", 0.1345), ("smollm2-360m", 0.3618),
+    ("smollm2-1.7b", 1.71)])
 def test_presets_have_the_published_number_of_parameters(name, billions):
     with torch.device("meta"):
         total = sum(weight.numel() for weight in Llama(LlamaConfig.from_pretrained(name)).parameters())
@@ -457,12 +502,14 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_presets_have_the_published_shape(name):
     c = LlamaConfig.from_pretrained(name)
-    assert (c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads,
-            c.head_dim, c.vocab_size, c.max_position_embeddings, c.rope_theta,
-            c.rope_scaling and c.rope_scaling["factor"], c.rms_norm_eps, c.tie_word_embeddings) == PUBLISHED[name]
+    assert PUBLISHED[name] == (
+        c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads,
+        c.head_dim, c.vocab_size, c.max_position_embeddings, c.rope_theta,
+        c.rope_scaling and c.rope_scaling["factor"], c.rms_norm_eps, c.tie_word_embeddings)
     if c.rope_scaling:
-        assert c.rope_scaling | dict(factor=0) == dict(rope_type="llama3", factor=0, low_freq_factor=1.0,
-                                                       high_freq_factor=4.0, original_max_position_embeddings=8192)
+        assert c.rope_scaling | dict(factor=0) == dict(
+            rope_type="llama3", factor=0, low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=8192)
     assert (c.model_type == "qwen3") == name.startswith("qwen3")
     if name.startswith("llama"):
         assert (c.bos_token_id, c.stop_ids, c.mask_id) == (128000, (128001, 128008, 128009), 128002)
@@ -535,7 +582,8 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(folder, monkeypa
     size = sum(w.numel() for w in Llama.from_pretrained(folder).parameters())
     monkeypatch.setattr("hf.safe_open", HeadersOnly)
     monkeypatch.setattr("hf.free_memory", lambda device: size * 4 - 1)
-    refusal(lambda: Llama.from_pretrained(folder), str(folder), "GiB", "float32", "cpu", "smaller model or dtype")
+    refusal(lambda: Llama.from_pretrained(folder),
+            str(folder), "GiB", "float32", "cpu", "smaller model or dtype")
     refusal(lambda: Llama.from_pretrained(folder, dtype=torch.float64), "float64")
     with pytest.raises(AssertionError):   # in half the bytes it fits, and is read
         Llama.from_pretrained(folder, dtype=torch.bfloat16)
@@ -577,8 +625,9 @@ def test_a_folder_without_config_or_weights_is_refused(folder, tmp_path):
     refusal(lambda: Llama.from_pretrained(folder), str(folder), "model.safetensors", "only safetensors")
 
 
-@pytest.mark.parametrize("text, word", [("{", "not readable JSON"), ("", "not readable JSON"), ("[1]", "list"),
-                                        ("\xff", "not readable JSON"), ("{}", "model_type")])
+@pytest.mark.parametrize("text, word", [
+    ("{", "not readable JSON"), ("", "not readable JSON"), ("[1]", "list"), ("\xff", "not readable JSON"),
+    ("{}", "model_type"), ('{"a":' * 100_000, "not readable JSON"), ("9" * 5000, "not readable JSON")])
 def test_a_config_that_is_not_a_json_object_is_refused(folder, text, word):
     (folder / "config.json").write_bytes(text.encode("latin-1"))
     refusal(lambda: Llama.from_pretrained(folder), "config.json", word)
@@ -614,6 +663,78 @@ def test_an_architecture_that_is_not_built_is_refused(folder, changes, word):
     refusal(lambda: Llama.from_pretrained(folder), "config.json", word)
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("given", [{}, dict(num_key_value_heads=None, bos_token_id=None, eos_token_id=None)])
+def test_what_a_config_leaves_out_is_what_transformers_takes(kind, given, tmp_path):
+    raw = dict(model_type=kind, vocab_size=97, hidden_size=320, intermediate_size=48, num_hidden_layers=2,
+               num_attention_heads=32) | given
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    theirs = FAMILIES[kind][0].from_dict(raw)
+    wanted = dict(rope_theta=theirs.rope_parameters["rope_theta"], rope_scaling=None, mask_id=None)
+    assert theirs.rope_parameters["rope_type"] == "default"
+    for name, value in vars(LlamaConfig.from_folder(tmp_path)).items():
+        assert value == (wanted[name] if name in wanted else getattr(theirs, name)), name
+
+
+@pytest.mark.parametrize("changes", [
+    dict(rope_theta=None), dict(rope_scaling=None, rope_parameters=None, rope_theta=None),
+    dict(rope_scaling=dict(rope_type="llama3", **LLAMA3_ROPE)),   # where both forms stand, the older one
+    dict(rope_scaling=dict(type="default", rope_theta=77.0), rope_theta=88.0)])
+def test_rotary_values_come_from_where_transformers_takes_them(folder, changes):
+    raw = json.loads((folder / "config.json").read_text()) | dict(rope_theta=99.0) | changes
+    raw = {key: value for key, value in raw.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(raw))
+    theirs, ours = transformers.LlamaConfig.from_dict(raw).rope_parameters, LlamaConfig.from_folder(folder)
+    assert ours.rope_theta == theirs["rope_theta"]
+    assert (ours.rope_scaling or {}).get("factor") == theirs.get("factor")
+
+
+NO_SIZE = (0, -1, 1.5, True, "8", [8], {}, 10**12, 2**63, 10**400)
+NO_FLOAT = (-1, True, "1", [1.0], {}, math.nan, math.inf, -math.inf, 10**400)
+NO_ID = (-1, 97, 10**9, 2**63, 1.5, True, "2", {})
+BAD = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim",
+                     "num_attention_heads", "num_key_value_heads", "max_position_embeddings"), NO_SIZE),
+    "rms_norm_eps": NO_FLOAT, "rope_theta": (0, *NO_FLOAT), "tie_word_embeddings": (1, "true", [True], {}),
+    "bos_token_id": ([1], *NO_ID), "mask_id": ([1], *NO_ID),
+    "eos_token_id": (*NO_ID, [2, None], *([2, bad] for bad in NO_ID), [[2]]),
+    "model_type": ([], {}, 1), "layer_types": (5, "full", {"a": 1}), "hidden_act": ([], 1),
+    "rope_scaling": ("llama3", 5, [1])}
+
+
+def refused_values(folder, name, values, where=lambda changed: changed):
+    """Each of the values of `name` is refused in a line that names it; `where` places it in the file."""
+    raw = json.loads((folder / "config.json").read_text())
+    raw.pop("rope_parameters", None)
+    for value in values:
+        (folder / "config.json").write_text(json.dumps(raw | where({name: value})))
+        word = "window" if name == "layer_types" else name
+        refusal(lambda: Llama.from_pretrained(folder), str(folder), word)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_every_field_of_a_config_is_checked_before_anything_is_built(folder, name):
+    (folder / "generation_config.json").unlink()
+    refused_values(folder, name, BAD[name])
+    kept = json.loads((folder / "config.json").read_text())
+    if name == "eos_token_id":   # it also stands in a file of its own
+        (folder / "config.json").write_text(json.dumps(kept | {name: 2}))
+        for value in BAD[name]:
+            (folder / "generation_config.json").write_text(json.dumps({name: value}))
+            refusal(lambda: Llama.from_pretrained(folder), str(folder), name)
+    if name in LlamaConfig.__dataclass_fields__:
+        for value in BAD[name]:
+            refusal(lambda: LlamaConfig(**{"vocab_size": 97, name: value}), name)
+
+
+@pytest.mark.parametrize("name", LLAMA3_ROPE)
+def test_every_rotary_value_is_checked(folder, name):
+    rope = dict(rope_type="llama3", rope_theta=1e4, **LLAMA3_ROPE)
+    refused_values(folder, name, (0, None, *NO_FLOAT), lambda changed: dict(rope_scaling=rope | changed))
+    refused_values(folder, "rope_theta", (0, *NO_FLOAT), lambda changed: dict(rope_scaling=rope | changed))
+    refused_values(folder, "low_freq_factor", (4.0, 5), lambda changed: dict(rope_scaling=rope | changed))
+
+
 def test_full_attention_with_an_unused_window_is_accepted(folder):
     edit_json(folder / "config.json", use_sliding_window=False, sliding_window=4096,
               layer_types=["full_attention"] * 3)
@@ -646,6 +767,49 @@ def test_a_missing_shard_and_an_index_without_weight_map_are_named(tmp_path):
         refusal(lambda: Llama.from_pretrained(tmp_path), index.name, word)
 
 
+@pytest.mark.parametrize("shard", ["../good/model-00001.safetensors", "/etc/passwd", "..", "", None, 7,
+                                   "a/b.safetensors", "x.bin", "a" * 10_000 + ".bin"])
+def test_a_shard_is_a_file_of_the_folder(folder, shard):
+    (folder / "model.safetensors").rename(folder / "model-00001.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps(dict(weight_map={"model.norm.weight": "model-00001.safetensors"})))
+    Llama.from_pretrained(folder)
+    index.write_text(json.dumps(dict(weight_map={"model.norm.weight": shard})))
+    refusal(lambda: Llama.from_pretrained(folder), index.name, "shard")
+
+
+def test_links_to_files_are_files(folder, tmp_path):
+    """The hub's cache is made of them."""
+    for path in list(folder.iterdir()):
+        path.rename(tmp_path / path.name)
+        path.symlink_to(Path("..") / path.name)
+    Llama.from_pretrained(folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs on this system")
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors",
+                                  "model.safetensors.index.json"])
+def test_pipes_devices_and_folders_are_no_files(folder, name):
+    (folder / "model.safetensors.index.json").write_text("{}")
+    if name == "model.safetensors.index.json":
+        (folder / "model.safetensors").unlink()
+    path = folder / name
+
+    def stop(*_):
+        raise TimeoutError(f"{name} is waited for, or read without end")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
+        path.rmdir() if path.is_dir() else path.unlink()
+        make(path)
+        signal.setitimer(signal.ITIMER_REAL, 2)
+        try:
+            refusal(lambda: Llama.from_pretrained(folder), str(folder))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.parametrize("name, tensor, words", [
     ("model.layers.1.mlp.up_proj.weight", None, ("lacks",)),
     ("model.layers.3.mlp.up_proj.weight", torch.zeros(80, 48), ("unexpected",)),
@@ -654,7 +818,8 @@ def test_a_missing_shard_and_an_index_without_weight_map_are_named(tmp_path):
     ("model.norm.weight", torch.zeros(48, dtype=torch.int8), ("I8", "BF16")),
 ])
 def test_weights_that_do_not_fit_the_config_are_named(folder, name, tensor, words):
-    edit_weights(folder / "model.safetensors", lambda w: w.pop(name) if tensor is None else w.update({name: tensor}))
+    change = lambda w: w.pop(name) if tensor is None else w.update({name: tensor})
+    edit_weights(folder / "model.safetensors", change)
     refusal(lambda: Llama.from_pretrained(folder), str(folder), name, *words)
 
 
@@ -685,7 +850,8 @@ def test_a_gated_model_says_so(monkeypatch):
         return download
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", raising(GatedRepoError))
-    refusal(lambda: Llama.from_pretrained("llama3.1-8b"), "meta-llama/Llama-3.1-8B-Instruct", "gated", "HF_TOKEN")
+    refusal(lambda: Llama.from_pretrained("llama3.1-8b"),
+            "meta-llama/Llama-3.1-8B-Instruct", "gated", "HF_TOKEN")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", raising(RepositoryNotFoundError))
     refusal(lambda: Llama.from_pretrained("no-one/nothing"), "no-one/nothing", "not on the hub")
 
@@ -763,10 +929,11 @@ def test_a_weight_replaced_or_changed_after_decoding_counts(path, dtype):
         with torch.inference_mode():
             return of(x)
 
-    for change in (replace, replace_by_its_transpose, replace_data, change_in_place, change_data_in_place, one_element, train):
+    uncounted = change_data_in_place, one_element, train
+    for change in (replace, replace_by_its_transpose, replace_data, change_in_place, *uncounted):
         before = logits(model)
         change()
-        if change in (change_data_in_place, one_element, train):
+        if change in uncounted:
             model.fuse()
         fresh = Llama(LlamaConfig(**SMALL)).to(dtype).eval()
         fresh.load_state_dict(model.state_dict())
