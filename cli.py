@@ -119,7 +119,7 @@ def check_file(option, path, suffixes=()) -> None:
         return
     need(not suffixes or path.suffix in suffixes, f"{option} {path}: wanted a name in {', '.join(suffixes)}")
     try:
-        need(path.parent.is_dir() and (path.is_file() or not path.exists()),
+        need("\0" not in str(path) and path.parent.is_dir() and (path.is_file() or not path.exists()),
              f"{option} {path}: wanted a file in a folder that exists")
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
