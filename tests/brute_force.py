@@ -7,6 +7,7 @@ project's own: it is a definition.
 Shapes: B rows, T tokens, V vocabulary. `sampling` is temperature, top_k, top_p; positions count from the
 end of the prompt.
 """
+import functools
 import itertools
 import math
 
@@ -74,10 +75,16 @@ def probabilities(logits, temperature=1.0, top_k=None, top_p=None):
     return [p[v] / total if v in kept else 0.0 for v in range(len(p))]
 
 
+@functools.cache
+def gumbel(seed, position, V):
+    """g(position, v) of section 10 for all ids v."""
+    return [-math.log(E) for E in noise(noise_keys([seed], [[position]])[0], V)[0].tolist()]
+
+
 def choose(p, seed, position):
     """Section 10: the id v with p(v) > 0 and the largest log p(v) + g(position, v); ties: the smaller."""
-    E = noise(noise_keys([seed], [[position]])[0], len(p))[0].tolist()           # g = -log E
-    score = {v: math.log(p[v]) - math.log(E[v]) for v in range(len(p)) if p[v] > 0}
+    g = gumbel(seed, position, len(p))
+    score = {v: math.log(p[v]) + g[v] for v in range(len(p)) if p[v] > 0}
     return max(score, key=lambda v: (score[v], -v))
 
 

@@ -410,7 +410,7 @@ def test_window_that_does_not_fit_is_refused():
 def test_commits_that_cannot_be_are_refused():
     cache = KVCache(tiny_model().config, 2, 10, dtype=torch.float64)
     cache.commit([6, 2])
-    words = r"^cannot commit \[.*\] tokens to rows of \[6, 2\] in a cache of 10$"
+    words = r"^cannot commit \[.*\] tokens to rows of \[6, 2\], cache of 10$"
     for n in [5, 0], [0, -1], [1], [1, 1, 1]:
         with pytest.raises(ValueError, match=words):
             cache.commit(n)
@@ -420,7 +420,7 @@ def test_commits_that_cannot_be_are_refused():
 
 @pytest.mark.parametrize("rows, tokens", [(1, 10**12), (10**6, 10**6), (10**9, 10**9), (2**16, 2**31)])
 def test_a_cache_that_memory_has_no_room_for_is_refused_in_one_line(rows, tokens):
-    words = f"^the cache of {rows} rows of {tokens} tokens takes .* GiB free: .*$"
+    words = f"^a cache of {rows} rows of {tokens} tokens takes .* GiB free: .*$"
     with pytest.raises(ValueError, match=words):
         KVCache(tiny_model().config, rows, tokens)
 
