@@ -121,7 +121,7 @@ def check_file(option, path, suffixes=()) -> None:
     try:
         need("\0" not in str(path) and path.parent.is_dir() and (path.is_file() or not path.exists()),
              f"{option} {path}: wanted a file in a folder that exists")
-        tempfile.TemporaryFile(dir=path.parent).close()
+        tempfile.NamedTemporaryFile(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent).close()
     except OSError as error:
         raise ValueError(f"{option} {path} cannot be written ({error.strerror}): name another file") from None
 

@@ -81,7 +81,7 @@ def test_ctrl_c_while_the_imports_run_shows_no_traceback(command):
         time.sleep(seconds)
         run.send_signal(signal.SIGINT)
         out, err = run.communicate(timeout=60)
-        assert run.returncode in (0, 130), (command, seconds, err)
+        assert run.returncode in (0, 130, -signal.SIGINT), (command, seconds, err)   # at exit
         assert "Traceback" not in err, (command, seconds, err)
 
 
