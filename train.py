@@ -3,10 +3,9 @@
     python train.py                                            the shipped tiny model, minutes on a CPU
     python train.py --init_from=llama3.1-8b --dataset=DIR      the same loop on real weights
 
-Weights and AdamW's states are float32 whatever the forward runs in: bfloat16 weights would round updates at
-lr 1e-5 away. Everything random follows from (seed, step, row of the step), so a run that is resumed goes on
-exactly as if it had never stopped, and a step is the same sums for every split into micro-batches (method
-section 12).
+Weights and AdamW's states are float32 whatever the forward runs in: bfloat16 would round updates at lr 1e-5
+away. Everything random follows from (seed, step, row of the step): a resumed run goes on as if it had never
+stopped, and a step is the same sums for every split into micro-batches (method section 12).
 
 Shapes: B batch_size, L seq_len, R rows of a step, k block size.
 """
