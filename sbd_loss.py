@@ -30,7 +30,7 @@ class SBDLoss:
 def mask_tokens(tokens, mask_id: int, eta=None, generator=None):
     """Eq. 13: each token becomes `mask_id` with its row's probability eta.
 
-    tokens (B, L); eta (B, 1), default U(0, 1) a row, or (B, L) of 0 and 1 -> noisy, is_masked (B, L).
+    tokens (B, L); eta: a number, (B, 1), by default U(0, 1) a row, or (B, L) -> noisy, is_masked (B, L).
     """
     if eta is None:
         eta = torch.rand(tokens.shape[0], 1, generator=generator, device=tokens.device)
