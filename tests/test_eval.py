@@ -221,7 +221,7 @@ def test_a_model_without_a_mask_token_is_evaluated_in_ntp_mode(command, tmp_path
     model.config.mask_id = None
     model.save_pretrained(tmp_path / "unmasked")
     output, decoded = command(f"--init_from={tmp_path / 'unmasked'}")
-    assert decoded == ["ntp"] and "names no mask token" in output
+    assert decoded == ["ntp"] and "has no mask token" in output
 
 
 def test_the_shipped_sbd_model_is_no_stranger_to_masks():
