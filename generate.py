@@ -44,13 +44,13 @@ def option(default, help=None, good=None, wanted="", type=None, choices=None):
 @dataclass
 class Options:
     """How to decode; the one place that knows an option. ValueError, one line, for what cannot be meant."""
-    block_size: int = option(16, "k, tokens decoded together", lambda x: 1 <= x <= 4096, "1 to 4096", int)
+    block_size: int = option(16, "k, tokens decoded together", lambda x: 1 <= x <= 1024, "1 to 1024", int)
     gamma: float = option(0.1, "sbd: entropy budget of a step, nats", lambda x: x >= 0, "0 or more", float)
     max_new_tokens: int = option(256, "most tokens a text", lambda x: 0 <= x < 2**31, "0 to 2^31 - 1", int)
     stop_ids: tuple | None = option(None)   # ids that end a text; None: the model's own, (): none
     mode: str = option("sbd", "sbd: the paper's blocks; ntp: one token a forward; verified: ntp's text from "
                               "checked blocks", choices=("sbd", "ntp", "verified"))
-    hedges: int = option(2, "verified: blocks a window", lambda x: 1 <= x <= 4096, "1 to 4096", int)
+    hedges: int = option(2, "verified: blocks a window", lambda x: 1 <= x <= 64, "1 to 64", int)
     temperature: float = option(0.0, "0: the most probable token", lambda x: 0 <= x < math.inf, "0 or more",
                                 float)
     top_k: int | None = option(None, "draw from the k most probable ids", lambda x: x >= 1, "1 or more", int)
@@ -72,7 +72,8 @@ class Options:
             elif not (value is None and f.default is None):
                 kind = numbers.Integral if kind is int else numbers.Real
                 is_number = isinstance(value, kind) and not isinstance(value, bool)
-                need(is_number and (not good or good(value)), f"{f.name} {value!r}: wanted {wanted}")
+                good_number = is_number and (not good or good(value)) and not 2**1000 < value < math.inf
+                need(good_number, f"{f.name} {value!r}: wanted {wanted}")
 
     @property
     def k(self) -> int:

@@ -59,7 +59,8 @@ def test_a_prompt_comes_from_a_regular_file_only(tmp_path):
 
 def test_bounds_are_those_of_every_command_and_the_library():
     from generate import Options
-    for bad in (dict(block_size=10**12), dict(hedges=10**12), dict(max_new_tokens=10**12), dict(top_k=2.5),
+    for bad in (dict(block_size=1025), dict(hedges=65), dict(gamma=10**400),
+                dict(max_new_tokens=10**12), dict(top_k=2.5),
                 dict(top_k=True), dict(seed=1.5), dict(gamma="1"), dict(mode=None), dict(attention="flex"),
                 dict(temperature=float("inf"))):
         with pytest.raises(ValueError, match=next(iter(bad))):

@@ -509,12 +509,12 @@ def test_an_empty_prompt_file_and_one_that_is_no_text_are_refused(command, tmp_p
 
 
 @pytest.mark.parametrize("argv", [["--num_samples=65536", "--max_new_tokens=2000"],
-                                  ["--mode=verified", "--block_size=4096", "--hedges=4096"]])
+                                  ["--mode=verified", "--block_size=1024", "--hedges=64"]])
 def test_a_cache_that_memory_has_no_room_for_is_refused(command, monkeypatch, argv):
-    """On a machine with 2 GiB free."""
-    monkeypatch.setattr("kv_cache.free_memory", lambda device: 2.0**31)
+    """On a machine with 0.25 GiB free."""
+    monkeypatch.setattr("kv_cache.free_memory", lambda device: 2.0**28)
     code, out, err = command(*HERE, "--prompt=a", *argv)
-    assert code == 2 and out == "" and is_one_line(err) and "cpu has 2.0 GiB free" in err
+    assert code == 2 and out == "" and is_one_line(err) and "cpu has 0.2 GiB free" in err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
