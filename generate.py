@@ -156,10 +156,7 @@ class Step:
 
 @torch.inference_mode()
 def decode(model, prompts, *given, **options):
-    """Algorithm 3 and method section 10: after each forward, one Step for every row that took part.
-
-    Arguments as in `generate`; rows leave the batch as they end.
-    """
+    """Algorithm 3 and method section 10: after each forward, a Step for every row in it. See `generate`."""
     o = Options(*given, **options)
     prompts = [token_ids(p, "a prompt") for p in prompts]
     check_prompts(model.config, prompts, o.mode, o.block_size)

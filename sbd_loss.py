@@ -1,5 +1,5 @@
-"""The loss of Set Block Decoding: noise (Eq. 13), training mask (Fig. 8, 9), joint loss (Eq. 14, Algorithm
-1).
+"""The loss of Set Block Decoding: the noise (Eq. 13), the training mask (Fig. 8, 9) and the joint loss
+(Eq. 14, Algorithm 1).
 
 One forward runs over [x | x_hat], 2L tokens: the clean half learns next-token prediction (NTP), the noisy
 half masked-token prediction (MATP) given the clean past of each block.

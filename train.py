@@ -14,11 +14,14 @@ from cli import PUBLISHED, need, need_mask, open_device, parser, run
 import contextlib
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import warnings
+import zipfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -39,7 +42,6 @@ RECIPES = {   # method section 3: 2M tokens a step, 34k steps, 32k context
     "paper-8b": dict(lr=3e-4, warmup_steps=200, max_steps=34_000, seq_len=32_768, batch_size=1, grad_accum=64,
                      dtype="bfloat16", grad_checkpoint=True),
 }
-CHECKPOINTS = "step-" + "[0-9]" * 8
 # What a (seed, step) means, and what the weights are: a resumed run cannot change these.
 FIXED = ("recipe", "init_from", "dataset", "objective", "mask_id", "seed", "seq_len", "batch_size",
          "grad_accum", "block_size_min", "block_size_max", "full_mask_prob")
@@ -53,7 +55,7 @@ def train(run, args) -> None:
     """Algorithm 1: k and the noise of a step, the loss of its rows in micro-batches, one update of AdamW."""
     B, R = args.batch_size, args.batch_size * args.grad_accum
     for step in range(run.step, args.max_steps):
-        k, noise = draw(args, step, R)                           # k ~ U{min, ..., max}; noise (R, L) bool
+        k, noise = draw(args, step, range(R))                    # k ~ U{min, ..., max}; noise (R, L) bool
         batches = [batch(run.rows, range(i, i + B)) for i in range(step * R, (step + 1) * R, B)]
         num_targets = sum(map(num_ntp_targets, batches))         # of the whole step: Eq. 14 of all its rows
         for group in run.optimizer.param_groups:
@@ -61,26 +63,26 @@ def train(run, args) -> None:
         for b, masked in zip(batches, noise.split(B)):
             result = losses(run.model, args, b, k, masked, num_targets)
             result.loss.backward()
-            run.log.add(result)
+            run.log.sums += totals(result)
         norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), args.grad_clip or math.inf)
         run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
         after(run, args, step + 1, norm)                         # a line, a checkpoint: whatever is due
 
 
-def draw(args, step, num_rows):
-    """Fig. 7, Eq. 13: a step's k ~ U{min, ..., max}, and which tokens of its rows are masked, (num_rows, L).
+def draw(args, step, rows):
+    """Fig. 7, Eq. 13: a step's k ~ U{min, ..., max}, and which tokens of these of its rows are masked, bool.
 
     Each row has its eta ~ U(0, 1), or, with probability full_mask_prob, 1 (draft-aware noise, method section
-    10). All of it follows from (seed, step, row) alone: method section 12.
+    10). All of it follows from (seed, step, number of the row in the step) alone: method section 12.
     """
-    rng = np.random.default_rng([args.seed, step, 0])
+    rng = np.random.default_rng([args.seed, 3, step])   # [seed, 0], [seed, 1, ...] are those of data/bin.py
     k = int(rng.integers(args.block_size_min, args.block_size_max + 1))
-    noise = np.empty((num_rows, args.seq_len), bool)
-    for row in range(num_rows):
-        rng = np.random.default_rng([args.seed, step, row + 1])
+    noise = np.empty((len(rows), args.seq_len), bool)
+    for masked, row in zip(noise, rows):
+        rng = np.random.default_rng([args.seed, 2, step, row])
         full, eta = rng.random(2)
-        noise[row] = (full < args.full_mask_prob) | (rng.random(args.seq_len, np.float32) < eta)
+        masked[:] = (full < args.full_mask_prob) | (rng.random(args.seq_len, np.float32) < eta)
     return k, torch.from_numpy(noise)
 
 
@@ -112,12 +114,12 @@ def validate(model, args, rows):
     model.eval()
     sums, by_k = torch.zeros(4, dtype=torch.float64), {}
     for i in range(min(args.eval_rows, len(rows))):
-        k, noise = draw(args, i, 1)
-        by_k.setdefault(k, []).append((i, noise[0]))
-    for k, group in by_k.items():
-        for part in (group[i:i + args.batch_size] for i in range(0, len(group), args.batch_size)):
-            index, noise = zip(*part)
-            sums += totals(losses(model, args, batch(rows, index), k, torch.stack(noise))).cpu()
+        k, noise = draw(args, i, [0])
+        by_k.setdefault(k, []).append((i, noise))
+    for k, drawn in by_k.items():
+        for at in range(0, len(drawn), args.batch_size):
+            index, noise = zip(*drawn[at:at + args.batch_size])
+            sums += totals(losses(model, args, batch(rows, index), k, torch.cat(noise))).cpu()
     model.train()
     return means(sums)
 
@@ -141,40 +143,33 @@ HEAD = "step,ntp_loss,matp_loss,val_ntp_loss,val_matp_loss,lr,tokens_per_s\n"   
 
 @dataclass
 class Log:
-    """Losses since the last line, read only at the next, and log.csv."""
-    path: Path
-    sums: torch.Tensor                           # (4,), as in `totals`, on the device
-    first_bad: torch.Tensor                      # the first step that was not finite; infinity: none
-    lines: list = field(default_factory=lambda: [HEAD])
-    began: float = field(default_factory=time.monotonic)
-    line_time: float = field(default_factory=time.monotonic)
-    first_step: int = 0
-    line_step: int = 0
-
-    def add(self, result):
-        self.sums += totals(result)
+    path: Path                 # of log.csv
+    sums: torch.Tensor         # (4,), as in `totals`, since the last line; on the device until the next
+    first_bad: torch.Tensor    # the first step that was not finite; infinity: none
+    step: int                  # of the last line
+    time: float                # of the last line, seconds
 
     def line(self, args, done, checked):
         """Print and write the line of step `done`; checked: validation losses or []."""
         now, (ntp, matp), lr = time.monotonic(), means(self.sums), learning_rate(args, done - 1)
-        tokens = (done - self.line_step) * args.batch_size * args.grad_accum * args.seq_len
-        rate = tokens / max(now - self.line_time, 1e-9)  # tokens a second
-        left = (args.max_steps - done) * (now - self.began) / (done - self.first_step) / 60   # minutes
-        validation = f"  validation ntp {checked[0]:.4f} matp {checked[1]:.4f}" if checked else ""
+        seconds = max(now - self.time, 1e-9) / (done - self.step)                     # a step
+        rate = args.batch_size * args.grad_accum * args.seq_len / seconds             # tokens a second
+        left = (args.max_steps - done) * seconds / 60                                 # minutes
+        validation = "  validation ntp {:.4f} matp {:.4f}".format(*checked) if checked else ""
         print(f"step {done:5d}  ntp {ntp:.4f}  matp {matp:.4f}  lr {lr:.2e}  {rate:,.0f} tokens/s  "
               f"{left:.1f} min left{validation}", flush=True)
-        numbers = [f"{x:.9g}" if x != "" else x for x in (ntp, matp, *(checked or ("", "")))]
+        numbers = [f"{x:.9g}" for x in (ntp, matp, *checked)] + ([] if checked else ["", ""])
         with self.path.open("a") as file:
             file.write(",".join([str(done), *numbers, f"{lr:.6g}", f"{rate:.0f}"]) + "\n")
         self.sums.zero_()
-        self.line_step, self.line_time = done, time.monotonic()
+        self.step, self.time = done, time.monotonic()
 
 
 @dataclass
 class Run:
     model: Llama
     optimizer: torch.optim.Optimizer
-    files: dict                                  # name -> bytes of the tokenizer's files
+    files: dict                                  # name -> bytes of the tokenizer's files: their folder may go
     rows: Rows
     val_rows: Rows | None
     log: Log
@@ -215,37 +210,37 @@ def make_optimizer(model, args):
 
 
 def open_run(args, data, val, source, config, tokenizer) -> Run:
-    """Data, model, optimizer and log, resumed where asked; from here on out_dir is this run's."""
-    model = load(args, source, config, tokenizer)
-    copies = args.block_size_max - 1 if args.objective == "sbd" else 0   # stop copies (method section 3)
-    rows = pack(data, args.seq_len, copies, args.seed)
-    val_rows = pack(val, args.seq_len, copies, args.seed) if val and args.eval_rows else None
-    wide = torch.float32 if torch.device(args.device).type == "mps" else torch.float64
-    log = Log(args.out_dir / "log.csv", torch.zeros(4, device=args.device, dtype=wide),
-              torch.full((), math.inf, device=args.device))
+    """Model, optimizer, rows and log, resumed where asked; from here on out_dir is this run's."""
+    need_place(args)   # once more, now that nobody else writes there
+    model = load(args, source, config)
+    optimizer = make_optimizer(model, args)
+    kind = torch.float32 if torch.device(args.device).type == "mps" else torch.float64
+    step, sums = 0, torch.zeros(4, device=args.device, dtype=kind)
+    if args.resume:
+        state = read_state(source, args.device, optimizer)
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict(dict(state["optimizer"], param_groups=groups))
+        step = state["step"]
+        sums += sums.new_tensor(state["sums"].tolist())
     files = {name: (tokenizer.folder / name).read_bytes() for name in TOKENIZER_FILES
-             if (tokenizer.folder / name).is_file()}   # their folder may go
-    opened = Run(model, make_optimizer(model, args), files, rows, val_rows, log, 0)
-    state = read_state(newest(args.out_dir), opened.optimizer, args.device) if args.resume else None
-    for old in [*args.out_dir.glob("tmp-*"), *(args.out_dir.glob(CHECKPOINTS) if args.overwrite else ())]:
+             if (tokenizer.folder / name).is_file()}
+    need(files, f"{tokenizer.folder} has lost its tokenizer's files: bring them back")
+    copies = args.block_size_max - 1 if args.objective == "sbd" else 0   # stop copies (method section 3)
+    rows, val_rows = (split and pack(split, args.seq_len, copies, args.seed) for split in (data, val))
+    for old in [*args.out_dir.glob("tmp-*"), *(checkpoints(args.out_dir) if args.overwrite else ())]:
         remove(old)   # what a kill left, and what the user gave up
     if args.overwrite:
         (args.out_dir / "config.json").unlink(missing_ok=True)
-    if state:
-        groups = opened.optimizer.state_dict()["param_groups"]
-        opened.optimizer.load_state_dict(dict(state["optimizer"], param_groups=groups))
-        opened.step = log.first_step = log.line_step = state["step"]
-        log.sums = state["sums"].to(args.device, wide)
-        if log.path.is_file():   # a kill may have left lines behind the checkpoint, the last one torn
-            for line in log.path.read_text(errors="replace").splitlines(keepends=True)[1:]:
-                step = line.partition(",")[0]
-                if line.endswith("\n") and step.isdecimal() and int(step) <= opened.step:
-                    log.lines.append(line)
-    write_whole(log.path, lambda path: path.write_text("".join(log.lines)))
-    return opened
+    path = args.out_dir / "log.csv"
+    old = path.read_text(errors="replace") if args.resume and path.is_file() else ""
+    lines = [line[0] for line in re.finditer(r"^([0-9]{1,8}),.*\n", old, re.M)
+             if int(line[1]) <= step]   # a kill may have left later ones, the last one torn
+    write_whole(path, lambda aside: aside.write_text(HEAD + "".join(lines)))
+    log = Log(path, sums, torch.full((), math.inf, device=args.device), step, time.monotonic())
+    return Run(model, optimizer, files, rows, val_rows, log, step)
 
 
-def load(args, source, config, tokenizer) -> Llama:
+def load(args, source, config) -> Llama:
     """The model, with float32 weights."""
     if source:
         model = Llama.from_pretrained(source, args.device, torch.float32, config.mask_id)
@@ -260,10 +255,17 @@ def load(args, source, config, tokenizer) -> Llama:
 
 # --------------------------------------------------------------------------- the command: checkpoints
 
+WHOLE = "config.json", "model.safetensors", "train_state.pt"
+
+
+def checkpoints(out_dir: Path) -> list[Path]:
+    return sorted(out_dir.glob("step-" + "[0-9]" * 8))
+
+
 def newest(out_dir: Path):
     """The newest whole checkpoint folder of a run, or None."""
-    whole = [path for path in out_dir.glob(CHECKPOINTS) if (path / "train_state.pt").is_file()]
-    return max(whole, default=None)
+    whole = [path for path in checkpoints(out_dir) if all((path / name).is_file() for name in WHOLE)]
+    return whole[-1] if whole else None
 
 
 def remove(path: Path):
@@ -273,18 +275,21 @@ def remove(path: Path):
 def save(run, args):
     """Write a checkpoint aside, rename it into place, and only then remove the ones before it."""
     final, aside = args.out_dir / f"step-{run.step:08d}", args.out_dir / f"tmp-{run.step:08d}"
-    for old in (aside, final):
-        if old.is_symlink() or old.exists():
-            remove(old)
+    for stray in (aside, final):
+        if stray.is_symlink() or stray.exists():
+            remove(stray)
     write_model(run.model, run.files, aside)
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     state = dict(optimizer=run.optimizer.state_dict(), step=run.step, sums=run.log.sums, args=plain)
-    write_whole(aside / "train_state.pt", lambda path: torch.save(state, path))
+    try:
+        write_whole(aside / "train_state.pt", lambda path: torch.save(state, path))
+    except RuntimeError:   # torch's word for it
+        raise OSError(f"{aside / 'train_state.pt'} cannot be written: is the disk full?") from None
     flush_folder(aside)
     os.replace(aside, final)
     flush_folder(args.out_dir)
-    for old in args.out_dir.glob(CHECKPOINTS):
-        if old != final:
+    for old in checkpoints(args.out_dir):
+        if old < final:   # a newer one is no checkpoint of this run
             remove(old)
 
 
@@ -295,44 +300,39 @@ def write_model(model, files, folder):
         write_whole(folder / name, lambda path: path.write_bytes(content))
 
 
-def load_file(folder: Path, device) -> dict:
-    """A checkpoint's train_state.pt, tensors and plain values only; ValueError if it is damaged."""
-    path = folder / "train_state.pt"
-    try:
-        state = torch.load(path, map_location=device, weights_only=True, mmap=True)   # mapped: not read yet
-        good = isinstance(state, dict) and isinstance(state["args"], dict) and type(state["step"]) is int \
-            and state["step"] >= 0 and isinstance(state["optimizer"]["state"], dict) \
-            and state["sums"].shape == (4,)
-    except Exception:   # a damaged file ends in any of a dozen kinds of error
-        good = False
-    need(good, f"{path} is damaged, or not of this version: remove {folder}, or start again with --overwrite")
-    return state
-
-
-def read_state(folder: Path, optimizer, device) -> dict:
-    """load_file, and every tensor's shape and dtype checked against the parameters: a kernel would not."""
-    state = load_file(folder, device)
-    weights = [w for group in optimizer.param_groups for w in group["params"]]
-    moments, good = state["optimizer"]["state"], False
-    with contextlib.suppress(Exception):
-        good = set(moments) == set(range(len(weights))) and all(
-            set(moments[i]) == {"step", "exp_avg", "exp_avg_sq"} and moments[i]["step"].shape == ()
-            and moments[i]["step"].dtype == torch.float32 and 0 <= float(moments[i]["step"]) < math.inf
-            and all(moments[i][name].shape == w.shape and moments[i][name].dtype == w.dtype
-                    and moments[i][name].layout == torch.strided for name in ("exp_avg", "exp_avg_sq"))
-            for i, w in enumerate(weights))
-    need(good, f"{folder / 'train_state.pt'} does not fit the model (a state missing, or of another shape): "
-               f"remove {folder}, or start again with --overwrite")
-    for state_of in moments.values():   # memory of its own, not the mapped file's
-        state_of.update({name: tensor.clone() for name, tensor in state_of.items()})
-    return state
-
-
 def flush_folder(folder):
     """Renames inside a folder reach the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+def read_state(folder: Path, device="cpu", optimizer=None) -> dict:
+    """A checkpoint's train_state.pt; ValueError, one line, if it is damaged.
+
+    For an `optimizer` the whole file is read against its checksums, and every tensor's shape and dtype are
+    compared with the parameters': the kernel of the update would write wherever a wrong one leads.
+    """
+    path, good = folder / "train_state.pt", False
+    with warnings.catch_warnings(), contextlib.suppress(Exception):   # damage ends in a dozen kinds of error
+        warnings.simplefilter("ignore")
+        state = torch.load(path, map_location=device, weights_only=True, mmap=True)   # mapped: not read yet
+        fits = type(state["step"]) is int and state["step"] > 0 and isinstance(state["args"], dict) \
+            and [type(x) for x in state["sums"].tolist()] == 4 * [float]
+        if optimizer:
+            weights = [w for group in optimizer.param_groups for w in group["params"]]
+            wanted = [dict(step=torch.zeros(()), exp_avg=w, exp_avg_sq=w) for w in weights]
+            moments = state["optimizer"]["state"]
+            kinds = lambda m: {name: (x.shape, x.dtype, x.layout) for name, x in m.items()}
+            fits = fits and {i: kinds(m) for i, m in moments.items()} == dict(enumerate(map(kinds, wanted)))
+            with zipfile.ZipFile(path) as file:
+                fits = fits and file.testzip() is None
+            for m in moments.values() if fits else ():   # memory of their own, not the file's
+                m.update({name: x.clone(memory_format=torch.contiguous_format) for name, x in m.items()})
+        good = fits
+    need(good, f"{path} is damaged, or not of this model or version: remove {folder}, or start again with "
+               "--overwrite")
+    return state
 
 
 def finish(model, args, files):
@@ -342,8 +342,7 @@ def finish(model, args, files):
     print(f"finished: python generate.py --init_from={args.out_dir} --prompt=...", flush=True)
     if args.sample_problems and HERE / "data" / args.dataset == WORD_PROBLEMS:
         from data.word_problems.prepare import problems
-        model = Llama.from_pretrained(args.out_dir, args.device,
-                                      torch.float32)   # what was saved, and not compiled
+        model = Llama.from_pretrained(args.out_dir, args.device, torch.float32)   # as saved, and not compiled
         longest = max(16, args.block_size_max) if args.objective == "sbd" else 0
         cells = [dict(mode="ntp")] + [cell for cell in CELLS if cell["block_size"] <= longest]
         tokenizer = Tokenizer.from_pretrained(args.out_dir)
@@ -357,6 +356,30 @@ def place(name):
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
+NUMBERS = dict(   # least, most, default, help
+    ntp_weight=(0, 1e9, 1.0, "weight of the NTP term; 0 is the paper's ablation"),
+    matp_weight=(0, 1e9, 1.0, "weight of the MATP term"),
+    block_size_min=(1, 4096, 2, "k ~ U{min, ..., max}, one a step"),
+    block_size_max=(1, 4096, 16, "the longest block, one more than the stop copies behind a document"),
+    full_mask_prob=(0, 1, 0.0, "share of rows that are all masks (draft-aware noise); the paper's is 0"),
+    seq_len=(2, 2**24, 512, "tokens a row"),
+    batch_size=(1, 2**24, 8, "rows a forward"),
+    grad_accum=(1, 2**24, 1, "forwards a step"),
+    max_steps=(1, 10**8 - 1, 200, "optimizer steps"),
+    lr=(1e-15, 1e3, 1e-3, "peak learning rate"),
+    min_lr=(0, 1e3, 0.0, "learning rate at the end of the cosine"),
+    warmup_steps=(0, 10**8, 20, "steps of linear warmup"),
+    weight_decay=(0, 1e3, 0.1, "AdamW's, on matrices only"),
+    beta1=(0, 1 - 1e-9, 0.9, "AdamW's"),
+    beta2=(0, 1 - 1e-9, 0.95, "AdamW's"),
+    grad_clip=(0, 1e9, 1.0, "largest gradient norm; 0: no clipping"),
+    log_interval=(1, 10**8, 10, "steps a line; losses are means over their targets"),
+    eval_interval=(1, 10**8, 100, "steps between checkpoints, each after the validation losses"),
+    eval_rows=(0, 2**31, 32, "validation rows; 0: none"),
+    sample_problems=(0, 2000, 100, "held-out word problems decoded at the end; 0: none"),
+    seed=(0, 2**63 - 1, 0, "of initialisation, data order and noise"))
+
+
 def options():
     p = parser(__doc__)
     a = p.add_argument
@@ -368,109 +391,92 @@ def options():
     a("--overwrite", action="store_true", help="start afresh in an out_dir that holds another run")
     a("--recipe", choices=RECIPES, help="the paper's hyperparameters as defaults")
     a("--objective", choices=("sbd", "ntp"), default="sbd", help="Eq. 14, or next-token prediction alone")
-    a("--ntp_weight", type=float, default=1.0, help="weight of the NTP term; 0 is the paper's ablation")
-    a("--matp_weight", type=float, default=1.0, help="weight of the MATP term")
-    a("--block_size_min", type=int, default=2, help="k ~ U{min, ..., max}, one a step")
-    a("--block_size_max", type=int, default=16,
-      help="the longest block, one more than a document's stop copies")
-    a("--full_mask_prob", type=float, default=0.0, help="share of rows that are all masks; the paper's is 0")
     a("--mask_id", type=int, help="the mask token, where the model's config names none")
-    a("--seq_len", type=int, default=512, help="tokens a row")
-    a("--batch_size", type=int, default=8, help="rows a forward")
-    a("--grad_accum", type=int, default=1, help="forwards a step")
-    a("--max_steps", type=int, default=200, help="optimizer steps")
-    a("--lr", type=float, default=1e-3, help="peak learning rate")
-    a("--min_lr", type=float, default=0.0, help="learning rate at the end of the cosine")
-    a("--warmup_steps", type=int, default=20, help="steps of linear warmup")
-    a("--weight_decay", type=float, default=0.1, help="AdamW's, on matrices only")
-    a("--beta1", type=float, default=0.9, help="AdamW's")
-    a("--beta2", type=float, default=0.95, help="AdamW's")
-    a("--grad_clip", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
-    a("--log_interval", type=int, default=10, help="steps a line; losses are means over their targets")
-    a("--eval_interval", type=int, default=100, help="steps between checkpoints and validation losses")
-    a("--eval_rows", type=int, default=32, help="validation rows; 0: none")
-    a("--sample_problems", type=int, default=100, help="held-out word problems decoded at the end; 0: none")
+    for name, (_, _, default, text) in NUMBERS.items():
+        a(f"--{name}", type=type(default), default=default, help=text)
     a("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, mps")
     a("--dtype", choices=("float32", "bfloat16"),
       help="of the forward (autocast); default bfloat16 on cuda, else float32")
-    a("--attention", choices=BACKENDS, default="auto",
-      help="backend of the attention; auto: triton on CUDA, else sdpa")
+    a("--attention", choices=BACKENDS, default="auto", help="its backend; auto: triton on CUDA, else sdpa")
     a("--compile", action="store_true", help="torch.compile the layers")
     a("--grad_checkpoint", action="store_true", help="recompute layers in backward: less memory, more time")
-    a("--seed", type=int, default=0, help="of initialisation, data order and noise")
     return p
 
 
 def parse(argv=None):
     """The options; with --resume those of the run in out_dir, where none is given."""
-    p = options()
-    first = p.parse_args(argv)
-    if not first.resume:
-        p.set_defaults(**RECIPES.get(first.recipe, {}))
+    p, argv = options(), sys.argv[1:] if argv is None else argv
+    args = p.parse_args(argv)
+    if not args.resume:
+        p.set_defaults(**RECIPES.get(args.recipe, {}))
         return p.parse_args(argv)
-    need(not first.overwrite, "--resume --overwrite: give one of them")
-    folder = newest(first.out_dir)
-    need(folder is not None,
-         f"--resume: {first.out_dir} holds no checkpoint: leave --resume away to start a run there")
-    state = load_file(folder, "cpu")
+    need(not args.overwrite, "--resume --overwrite: give one of them")
+    folder = newest(args.out_dir)
+    need(folder, f"--resume: {args.out_dir} holds no checkpoint: leave --resume away to start a run there")
+    state = read_state(folder)
     saved = {name: value for name, value in state["args"].items()
              if name not in ("out_dir", "resume", "overwrite")}
-    for action in p._actions:   # what was stored is looked at like anything else that is read
-        if action.dest not in ("help", "out_dir", "resume", "overwrite"):
-            value, kind = saved.get(action.dest, "missing"), {int: int, float: int | float}.get(action.type,
-                                                                                                str)
-            good = isinstance(value, bool) if action.nargs == 0 else value is action.default is None or (
-                isinstance(value, kind) and type(value) is not bool and value in (action.choices or [value]))
-            need(good, f"{folder / 'train_state.pt'} is damaged ({action.dest} is {value!r}): "
-                       "start again with --overwrite")
-    p.set_defaults(**saved)
-    args = p.parse_args(argv)
+    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in saved.items()
+             if value is not None and value is not False]   # read like a command line: types, choices
+    try:
+        need(state["args"].keys() == vars(args).keys(), "other options than today's")
+        was, args = p.parse_args(words), p.parse_args([*words, *argv])
+        need(all((saved[name] is None) == (getattr(was, name) is None) for name in saved), "one is empty")
+    except ValueError as error:
+        raise ValueError(f"{folder}/train_state.pt is damaged, or not of this version ({error}): "
+                         f"remove {folder}, or start again with --overwrite") from None
     for name in FIXED:
-        need(getattr(args, name) == saved[name], f"--{name} {getattr(args, name)}: the run in {args.out_dir} "
-             f"has {saved[name]}; leave it away, or start another run in another --out_dir")
+        need(getattr(args, name) == getattr(was, name), f"--{name} {getattr(args, name)}: the run in "
+             f"{args.out_dir} has {saved[name]}; leave it away, or start another run in another --out_dir")
     need(args.max_steps >= state["step"],
          f"--max_steps {args.max_steps}: the run in {args.out_dir} is at step {state['step']} already")
     return args
 
 
-def check_numbers(args):
-    """Refuse what the options alone show; touches nothing."""
-    for names, good, wanted in (
-            ("batch_size grad_accum log_interval eval_interval block_size_min seq_len",
-             lambda x: 1 <= x < 2**24,
-             f"1 or more, below {2**24}"),
-            ("max_steps", lambda x: 1 <= x < 10**8, "1 or more, below 10^8"),
-            ("warmup_steps eval_rows seed", lambda x: 0 <= x < 2**63, "0 or more, below 2^63"),
-            ("lr", lambda x: 0 < x < math.inf, "a number above 0"),
-            ("min_lr weight_decay grad_clip ntp_weight matp_weight", lambda x: 0 <= x < math.inf,
-             "a number from 0 up"),
-            ("beta1 beta2", lambda x: 0 <= x < 1, "from 0 to below 1"),
-            ("full_mask_prob", lambda x: 0 <= x <= 1, "0 to 1"),
-            ("sample_problems", lambda x: 0 <= x <= 2000, "0 to 2000")):
-        for name in names.split():
-            need(good(getattr(args, name)), f"--{name} {getattr(args, name)}: wanted {wanted}")
-    need(args.block_size_min <= args.block_size_max <= 4096,
-         f"--block_size_min {args.block_size_min} is more than "
-         f"--block_size_max {args.block_size_max}" if args.block_size_max <= 4096 else
-         f"--block_size_max {args.block_size_max}: wanted at most 4096")
-    device = open_device(args.device)
-    if args.objective == "sbd":
-        check_backend(args.attention, device, training=True)
-    args.dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    need(not args.out_dir.exists() or args.out_dir.is_dir(),
-         f"--out_dir {args.out_dir} is a file: give a folder")
-    need(args.resume or args.overwrite or not (newest(args.out_dir)
-                                               or (args.out_dir / "config.json").exists()),
-         f"{args.out_dir} holds another run: give --resume, --overwrite or another --out_dir")
-
-
 def check(args):
-    """Refuse everything that can be refused, before weights are loaded or files touched.
+    """Refuse what the numbers alone show; touches nothing."""
+    for name, (least, most, *_) in NUMBERS.items():
+        given = getattr(args, name)
+        need(least <= given <= most, f"--{name} {given}: wanted {least} to {most}")
+    need(args.block_size_min <= args.block_size_max,
+         f"--block_size_min {args.block_size_min} is more than --block_size_max {args.block_size_max}")
+
+
+def need_place(args):
+    """out_dir is a folder, or none yet, and holds another run only where that is asked for."""
+    out = args.out_dir
+    need(out.is_dir() or not out.exists(), f"--out_dir {out} is a file: give a folder")
+    need(args.resume or args.overwrite or not (checkpoints(out) or (out / "config.json").exists()),
+         f"{out} holds another run: give --resume, --overwrite or another --out_dir")
+
+
+def need_memory(args, config):
+    """Training takes at the very least: weights, gradients, AdamW's states and each layer's input."""
+    with torch.device("meta"):
+        parameters = sum(w.numel() for w in Llama(config).parameters())
+    tokens = args.batch_size * args.seq_len * (1 if args.objective == "ntp" else 2)   # of a forward
+    inputs = tokens * config.num_hidden_layers * config.hidden_size
+    size, free = (16 * parameters + 4 * inputs) / 2**30, free_memory(args.device) / 2**30
+    need(size <= free, f"training {args.init_from} needs {size:.1f} GiB for weights, gradients, AdamW's "
+                       f"states and layers' inputs, {args.device} has {free:.1f} GiB free: use more memory, "
+                       "or a smaller model or --batch_size")
+    rows = args.batch_size * args.grad_accum
+    size, free = 20 * rows * args.seq_len / 2**30, free_memory("cpu") / 2**30   # ids, documents, masks, noise
+    need(size <= free, f"--batch_size times --grad_accum: the {rows} rows of a step need {size:.1f} GiB, "
+                       f"{free:.1f} GiB are free")
+
+
+def find(args):
+    """What a run is made from, seen to fit together before weights are loaded or files written.
 
     Returns the training set, the validation set or None, what to load the weights from or None (random ones),
     the model's config and its tokenizer.
     """
-    check_numbers(args)
+    device = open_device(args.device)
+    if args.objective == "sbd":
+        check_backend(args.attention, device, training=True)
+    args.dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    need_place(args)
     at_random = args.init_from in PRESETS and PRESETS[args.init_from][1] is None   # a shape without weights
     source = newest(args.out_dir) if args.resume else None if at_random else args.init_from
     folder = source and find_folder(source, weights=False)
@@ -480,20 +486,16 @@ def check(args):
     config = config if args.mask_id is None else replace(config, mask_id=args.mask_id)
     if args.objective == "sbd":
         need_mask(config, args.init_from)
-    need(2 <= args.seq_len <= config.max_position_embeddings,
+    need(args.seq_len <= config.max_position_embeddings,
          f"--seq_len {args.seq_len}: wanted 2 to {config.max_position_embeddings}, the model's context")
-    with torch.device("meta"):
-        parameters = sum(w.numel() for w in Llama(config).parameters())
-    size, free = 16 * parameters, free_memory(args.device)   # bytes: weights, gradients, two states, float32
-    need(size <= free, f"training {args.init_from} needs {size / 2**30:.1f} GiB for weights, gradients and "
-         f"AdamW's states, {args.device} has {free / 2**30:.1f} GiB free: use a smaller model or more memory")
+    need_memory(args, config)
     dataset = HERE / "data" / args.dataset   # of an absolute path: that path
     if dataset == WORD_PROBLEMS and not (dataset / "meta.json").exists():  # the default data set makes itself
         print("preparing the word problems, under a minute", flush=True)
         need(not subprocess.run([sys.executable, dataset / "prepare.py"]).returncode,
              f"{dataset}/prepare.py failed")
     data = Dataset(dataset, "train")
-    val = Dataset(dataset, "val") if "val" in data.meta["splits"] else None
+    val = Dataset(dataset, "val") if "val" in data.meta["splits"] and args.eval_rows else None
     tokenizer = Tokenizer.from_pretrained(folder or data.meta["tokenizer"])
     need(tokenizer.hash == data.meta["tokenizer_hash"] and data.vocab_size <= config.vocab_size,
          f"{dataset} was tokenized with another vocabulary, that of {data.meta['tokenizer']}: "
@@ -513,7 +515,8 @@ def exit_at_once(number, frame):
 def main(argv=None):
     on_signals(exit_at_once)
     args = parse(argv)
-    found = check(args)
+    check(args)
+    found = find(args)
     args.out_dir.mkdir(parents=True, exist_ok=True)
     with locked(args.out_dir):
         opened = open_run(args, *found)

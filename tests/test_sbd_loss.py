@@ -1,9 +1,6 @@
-"""The joint loss of Eq. 14 against its definition, evaluated one target at a time in float64, packed rows
-included."""
+"""The joint loss of Eq. 14 against its definition, one target at a time in float64, packed rows included."""
 import itertools
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,15 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import sbd_loss as sbd_loss_file                             # noqa: E402
-from data.bin import Dataset, batch, num_ntp_targets, pack, targets, write_set   # noqa: E402
-from model import Llama, LlamaConfig                         # noqa: E402
-from sbd_loss import mask_tokens, ntp_loss, sbd_loss          # noqa: E402
+import sbd_loss as sbd_loss_file
+from data.bin import Dataset, batch, num_ntp_targets, pack, targets, write_set
+from model import Llama, LlamaConfig
+from sbd_loss import mask_tokens, ntp_loss, sbd_loss
 
 V, MASK, STOP = 31, 30, 7
-# Float64: both sides sum the same terms of order 1 in another order; unit roundoff 1e-16 times some hundreds
-# of them.
+# Float64: both sides sum the same terms of order 1 in another order; roundoff 1e-16 times hundreds of them.
 ROUNDING = 1e-12
 
 
@@ -43,9 +38,9 @@ def dense(may):
     """The `attend` of an explicit mask, (T, T) or (B, T, T) bool: softmax over all pairs."""
     def attend(layer, q, k, v):
         G = q.shape[1] // k.shape[1]
-        scores = q @ k.repeat_interleave(G, 1).transpose(-1, -2) / q.shape[-1] ** 0.5
-        return scores.masked_fill(~may.reshape(-1, 1, *may.shape[-2:]),
-                                  -torch.inf).softmax(-1) @ v.repeat_interleave(G, 1)
+        k, v = k.repeat_interleave(G, 1), v.repeat_interleave(G, 1)
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        return scores.masked_fill(~may.reshape(-1, 1, *may.shape[-2:]), -torch.inf).softmax(-1) @ v
     return attend
 
 
@@ -90,15 +85,15 @@ def joint(ntp, matp, loss_mask, ntp_mask, num_targets, ntp_weight, matp_weight):
     ntp_mask = loss_mask if ntp_mask is None else ntp_mask
     ntp = [nats for (b, i), nats in ntp.items() if ntp_mask is None or ntp_mask[b][i]]
     matp = [nats for (b, i), nats in matp.items() if loss_mask is None or loss_mask[b][i]]
-    loss = (ntp_weight * sum(ntp) + matp_weight * sum(matp)) / max(len(ntp)
-                                                                   if num_targets is None else num_targets, 1)
+    over = max(len(ntp) if num_targets is None else num_targets, 1)
+    loss = (ntp_weight * sum(ntp) + matp_weight * sum(matp)) / over
     return loss, sum(ntp) / max(len(ntp), 1), sum(matp) / max(len(matp), 1)
 
 
 def assert_equal(ours, truth, tolerance=ROUNDING):
     for name, wanted in zip(("loss", "ntp", "matp"), truth):
-        assert getattr(ours, name).item() == pytest.approx(torch.as_tensor(wanted).item(), rel=tolerance,
-                                                           abs=tolerance), name
+        wanted = torch.as_tensor(wanted).item()
+        assert getattr(ours, name).item() == pytest.approx(wanted, rel=tolerance, abs=tolerance), name
 
 
 def gradients(model, loss):
@@ -112,9 +107,8 @@ def assert_same_gradients(ours, truth, tolerance=ROUNDING):
 
 def fix_noise(monkeypatch, is_masked):
     """Let sbd_loss mask exactly these positions; is_masked (B, L)."""
-    monkeypatch.setattr(sbd_loss_file, "mask_tokens",
-                        lambda tokens, mask_id, eta, generator: (torch.where(is_masked, mask_id, tokens),
-                                                                 is_masked))
+    monkeypatch.setattr(sbd_loss_file, "mask_tokens", lambda tokens, mask_id, eta, generator: (
+        torch.where(is_masked, mask_id, tokens), is_masked))
 
 
 # ------------------------------------------------------------------------------------- the loss itself
@@ -209,8 +203,8 @@ def test_loss_in_float32_equals_float64():
     exact, ours = (sbd_loss(tiny_model(dtype=dtype), tokens, 5, generator=torch.Generator().manual_seed(0))
                    for dtype in (torch.float64, torch.float32))
     assert ours.loss.dtype == torch.float32
-    assert_equal(ours, (exact.loss, exact.ntp, exact.matp),
-                 1e-5)             # float32: roundoff 6e-8, sums over two layers
+    truth = exact.loss, exact.ntp, exact.matp
+    assert_equal(ours, truth, 1e-5)                  # float32: roundoff 6e-8, sums over two layers
 
 
 def test_without_targets_the_loss_is_0_and_so_are_the_gradients():
@@ -245,6 +239,23 @@ def test_means_are_reported_whatever_the_weights(weights):
                                 generator=torch.Generator().manual_seed(0))
                        for n, (a, b) in ((None, (1.0, 1.0)), (99, weights)))
     assert float(weighted.ntp) == float(plain.ntp) > 0 and float(weighted.matp) == float(plain.matp) > 0
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_means_and_numbers_of_targets_give_back_the_sums(is_packed):
+    """So that the mean over several calls is one over their targets, not a mean of means."""
+    model, tokens, doc_ids = tiny_model(), some_tokens(2, L), PACKED if is_packed else None
+    loss_mask, ntp_mask = torch.rand(2, 2, L, generator=torch.Generator().manual_seed(2)) < 0.6
+    is_masked = mask_tokens(tokens, MASK, None, torch.Generator().manual_seed(0))[1]
+    given = torch.zeros(2, L - 1, dtype=torch.bool) if doc_ids is None else doc_ids[:, 1:] != doc_ids[:, :-1]
+    num_ntp, num_matp = int((ntp_mask[:, 1:] & ~given).sum()), int((is_masked & loss_mask).sum())
+    for ours, n, m in ((sbd_loss(model, tokens, 3, loss_mask, ntp_mask, doc_ids, 1, 0.7, 1.3,
+                                 generator=torch.Generator().manual_seed(0)), num_ntp, num_matp),
+                       (ntp_loss(model, tokens, ntp_mask, doc_ids, 1), num_ntp, 0)):
+        assert (int(ours.num_ntp), int(ours.num_matp)) == (n, m) and n > 0
+        alpha, beta = (0.7, 1.3) if m else (1.0, 0.0)
+        sums = float(alpha * ours.ntp * n + beta * ours.matp * m)
+        assert ours.loss.item() == pytest.approx(sums, rel=ROUNDING)
 
 
 def test_model_without_mask_id_is_refused():
@@ -481,6 +492,7 @@ def test_masked_tokens_are_the_mask_id_and_the_others_untouched():
     assert (noisy[is_masked] == MASK).all() and torch.equal(noisy[~is_masked], tokens[~is_masked])
     assert not is_masked[0, :5].all()
     assert not mask_tokens(tokens, MASK, 0.0)[1].any() and mask_tokens(tokens, MASK, 1.0)[1].all()
+    assert torch.equal(mask_tokens(tokens, MASK, is_masked.float())[1], is_masked)   # certain
 
 
 def test_each_token_is_masked_with_its_rows_probability():
@@ -513,8 +525,8 @@ def test_noise_follows_its_generator_alone():
     def draw(seed, eta=None):
         return mask_tokens(tokens, MASK, eta, torch.Generator().manual_seed(seed))[1]
     model, state = tiny_model(), torch.get_rng_state()
-    assert torch.equal(draw(1), draw(1)) and torch.equal(draw(1, 0.4),
-                                                         draw(1, 0.4)) and not torch.equal(draw(1), draw(2))
+    assert torch.equal(draw(1), draw(1)) and torch.equal(draw(1, 0.4), draw(1, 0.4))
+    assert not torch.equal(draw(1), draw(2))
     a, b, c = (sbd_loss(model, tokens, 4, generator=torch.Generator().manual_seed(seed)).loss.item()
                for seed in (1, 1, 2))
     assert a == b != c
