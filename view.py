@@ -69,8 +69,10 @@ def show_block(step, tokenizer, color: bool) -> str:
 
 
 def visible_text(text) -> str:
-    """A text for a terminal: what could drive or deceive it is made visible, new lines and tabs stay."""
-    return "".join(char if char in "\n\t" else visible(char) for char in text)
+    """A text for a terminal: what could drive or deceive it is made visible. New lines and tabs stay, and
+    what is part of words and emoji: joiners, private characters, and those newer than Python's tables."""
+    kept = "\n\t\u200c\u200d"
+    return "".join(c if c in kept or unicodedata.category(c) in ("Cn", "Co") else visible(c) for c in text)
 
 
 def visible(char) -> str:

@@ -302,6 +302,21 @@ def test_a_damaged_results_file_gives_one_line_or_the_same_table(tmp_path, monke
     assert refused > 10
 
 
+def test_a_full_disk_is_one_line_and_leaves_earlier_results_as_they_were(command, tmp_path):
+    pytest.importorskip("resource", reason="no limits on files here")
+    command("--mode=ntp")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    code = ("import resource, cli, eval; resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024));"
+            "cli.run(eval.main)")                                      # files end at 1024 bytes
+    assert len(before["results.json"]) > 1024
+    run = subprocess.run([sys.executable, "-c", code, f"--init_from={TINY}", "--device=cpu", "--limit=6",
+                          "--max_new_tokens=40", "--timed=0", "--gamma=0.1", f"--out_dir={tmp_path}"],
+                         capture_output=True, text=True, cwd=ROOT)
+    last = run.stderr.splitlines()[-1]
+    assert run.returncode == 2 and "Traceback" not in run.stderr and "File too large" in last
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 # ------------------------------------------------------------------------------------------ likelihoods
 
 @pytest.fixture
