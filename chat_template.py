@@ -6,64 +6,87 @@ LIMIT bytes of memory beyond its own, and no way back but its text or one line t
 """
 import contextlib
 import json
+import math
+import os
 import select
+import signal
 import subprocess
 import sys
+import threading
 from datetime import datetime
 from pathlib import Path
 
-SECONDS, LIMIT, MOST = 5.0, 2**29, 2**24   # for one answer; bytes of memory; characters of text
+SECONDS, LIMIT, MOST = 5.0, 2**29, 2**22   # for one answer; bytes of memory; characters of text
+POSIX = hasattr(select, "poll")
 
 
 class Template:
     """render(**variables) -> text; ValueError, one line, with the template's own complaint."""
 
     def __init__(self, source: str):
-        self.source, self.child = source, None
-        self.ask(source)                     # parses it
+        self.source, self.child, self.owner = source, None, os.getpid()
+        self.lock = threading.Lock()         # one question at a time
+        with self.lock:
+            self.start()                     # parses it
 
     def render(self, **variables) -> str:
-        return self.ask(variables)
+        with self.lock:
+            if self.owner != os.getpid():    # a fork must not talk to its parent's child
+                self.child, self.owner = None, os.getpid()
+            if self.child is None or self.child.poll() is not None:
+                self.start()
+            return self.ask(variables)
+
+    def start(self):
+        """A new child. It finds jinja2 where we would, and Ctrl-C at the terminal is not meant for it."""
+        command = [sys.executable, "-I", Path(__file__).resolve()]
+        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                      stderr=subprocess.DEVNULL, start_new_session=True)
+        self.ask([sys.path, self.source])
 
     def ask(self, request) -> str:
-        if self.child is None or self.child.poll() is not None:
-            command = [sys.executable, "-I", Path(__file__).resolve()]
-            self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                          stderr=subprocess.DEVNULL)
-            if request is not self.source:
-                self.ask(self.source)
         try:
-            self.child.stdin.write(json.dumps(request).encode() + b"\n")
-            self.child.stdin.flush()
-            line = self.answer()
-            kind, text = json.loads(line)
-        except (OSError, ValueError, TypeError) as error:
+            line = json.dumps(request).encode()
+        except (TypeError, ValueError, RecursionError) as error:   # of what was asked; the child is as it was
+            raise ValueError(f"they are not text, numbers, lists and dicts ({error})") from None
+        try:
+            kind, text = json.loads(self.answer(line))
+        except TimeoutError as error:
             self.close()
-            known = isinstance(error, TypeError | TimeoutError)   # no JSON; too slow
-            why = str(error) if known else "it takes more memory than it may"
-            raise ValueError(why) from None
+            raise ValueError(str(error)) from None
+        except (OSError, ValueError, TypeError):                   # it died
+            self.close()
+            raise ValueError("it takes more time or memory than it may") from None
+        except BaseException:                # Ctrl-C: its answer must not become that of the next question
+            self.close()
+            raise
         if kind == "error":
             raise ValueError(text)
         return text
 
-    def answer(self) -> bytes:
-        """One line from the child; TimeoutError if it takes longer than SECONDS, b"" if it died."""
-        line, output = b"", self.child.stdout
-        while not line.endswith(b"\n"):
-            if not select.select([output], [], [], SECONDS)[0]:
+    def answer(self, line) -> bytes:
+        """The child's line for this one; TimeoutError if it takes longer than SECONDS, b"" if it died."""
+        watch = threading.Timer(SECONDS, self.child.kill)
+        if not POSIX:                        # there only a thread can wait for a pipe, 0.2 ms a question
+            watch.start()
+        self.child.stdin.write(line + b"\n")
+        self.child.stdin.flush()
+        if POSIX:
+            poll = select.poll()
+            poll.register(self.child.stdout, select.POLLIN)
+            if not poll.poll(1000 * SECONDS):
                 raise TimeoutError(f"it runs for more than {SECONDS:g} seconds")
-            part = output.read1(2**16)
-            if not part:
-                return b""
-            line += part
+        line = self.child.stdout.readline()  # written at once, when it is ready
+        watch.cancel()
         return line
 
     def close(self):
-        if self.child is not None:
+        if self.child is not None and self.owner == os.getpid():
             self.child.kill()
             self.child.wait()
-            self.child.stdin.close()
             self.child.stdout.close()
+            with contextlib.suppress(OSError):   # what it never read
+                self.child.stdin.close()
             self.child = None
 
     def __del__(self):
@@ -111,10 +134,13 @@ def serve():
         resource.setrlimit(resource.RLIMIT_AS, (used + LIMIT, used + LIMIT))
     template = None
     for line in sys.stdin.buffer:
+        if POSIX:                            # should nobody be left to end us
+            signal.alarm(math.ceil(2 * SECONDS))
         try:
             request = json.loads(line)
             if template is None:
-                template, text = compiled(request), ""
+                sys.path[:], source = request
+                template, text = compiled(source), ""
             else:
                 text = template.render(**request)
             answer = ["text", text] if len(text) <= MOST else ["error", f"it writes {len(text)} characters"]
@@ -123,6 +149,8 @@ def serve():
             answer = ["error", "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)]
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
+        if POSIX:
+            signal.alarm(0)
 
 
 if __name__ == "__main__":

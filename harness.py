@@ -15,7 +15,7 @@ import torch
 from eval import NTP, add_cell, asked, bar, label, open_folder, write_json
 from generate import decode
 from sbd_loss import LOGITS
-from tokenizer import TextStream, any_of
+from tokenizer import TextStream
 
 HERE = Path(__file__).resolve().parent
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")   # tasks name it so
@@ -33,7 +33,6 @@ class SBD:
         self.max_new_tokens, self.seed, self.spent = max_new_tokens, seed, {}
         self.place, self.context = model.lm_head.weight.device, model.config.max_position_embeddings
         self.stop_ids = {*model.config.stop_ids, tok.eos_id} - {None}
-        self.added = any_of(tok.added)
 
     @property
     def eot_token_id(self):
@@ -48,7 +47,7 @@ class SBD:
         return str(self.tok.folder)
 
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
-        ids = self.tok.encode_added(string, self.added)            # a chat template names special tokens
+        ids = self.tok.encode_added(string)                        # a chat template names special tokens
         bos = self.tok.bos_id
         return ids if add_special_tokens is False or bos is None or ids[:1] == [bos] else [bos] + ids
 

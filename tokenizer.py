@@ -8,7 +8,8 @@ therefore places in the list of merges, and `ids` maps them to token ids.
 
 Known differences, all in text no model has seen: NFC uses Python's Unicode tables, `tokenizers` older ones
 (marks newer than Unicode 9 are reordered differently); characters newer than Unicode 16 may be digits there
-and not here. """
+and not here.
+"""
 
 import base64
 import binascii
@@ -19,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import time
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,28 +36,32 @@ FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_
 WANTED = ("wanted a byte-level BPE tokenizer.json or Llama 3's tokenizer.model; "
           "use a Llama-3, Qwen-3 or SmolLM2 folder")
 MOST_IDS, LONGEST = 2**22, 1024   # ids of a vocabulary; characters of a token
-SECONDS = 10.0                    # that an unknown pattern may take for a text
+MOST_WORK = 2 * 10**7             # sum of squared lengths of tokens for which that is the price
+SECONDS = 10.0                    # that an unknown pattern may take for a text, and a second more per 100,000
 
-# tokenizer.json writes bytes as printable characters: themselves where printable, else the next one from
-# U+0100.
+# tokenizer.json writes bytes as printable characters: themselves where printable, else the next from U+0100.
 PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 CONTROL = [b for b in range(256) if b not in PRINTABLE]
-ALPHABET = {chr(b): b for b in PRINTABLE} | {chr(256 + n): b for n,
-                                             b in enumerate(CONTROL)}  # character -> byte
+ALPHABET = {chr(b): b for b in PRINTABLE} | {chr(256 + n): b for n, b in enumerate(CONTROL)}   # -> byte
 
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 QWEN = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGIT = r"\p{N}"
-# Single digits cut out first, then GPT2 on what lies between: white space before a digit ends its piece
-# there.
+# Single digits cut out first, then GPT2 on what lies between: white space before a digit ends its piece.
 DIGIT_GPT2 = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 
 # tiktoken's regex engine backtracks on a stack of fixed depth: a million blanks in a row overflow it.
-WORD = re.compile(r"\w")
 LONG_BLANK = re.compile(r"(?<!\s)\s{100000}")
 PLACEHOLDER = 0x100000  # private-use plane 16
+# What `tokenizers` takes for white space and for a part of a word: Unicode's definitions, not Python's.
+BLANK = {c for c in map(chr, range(0x3001)) if c.isspace()} - set("\x1c\x1d\x1e\x1f")
+WORD = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]")
+
+
+# How an added token is found in text, where it is not simply by its name. The last: in normalized text.
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 
 
 class TokenizerError(ValueError):
@@ -106,9 +112,9 @@ def merges_to_ranks(vocab, merges, ignore_merges):
                 and boundary_holds(left, right, number, halves, merge_rank)):
             number[token], halves[token] = rank, pair
     next_rank = 256 + len(merges)
-    for token in vocab:  # the few left: made by a merge listed before its parts', or by none
-        if token in number or not ALPHABET.keys() >= set(token):
-            continue
+    left = [token for token in vocab if token not in number and ALPHABET.keys() >= set(token)]
+    check_work(left, "tokens that no merge makes")
+    for token in left:  # made by a merge listed before its parts', or by none
         parts, last = merge_alone(token, merge_rank)
         if parts == [token]:
             number[token] = merge_rank[last]
@@ -172,6 +178,8 @@ def read_tokenizer_model(path):
         raise TokenizerError(f"{path} is not a tiktoken rank file (SentencePiece?); {WANTED}") from None
     if sorted(ranks.values()) != list(range(128000)) or len(ranks) != 128000:
         raise TokenizerError(f"{path} has {len(ranks)} tokens, not Llama 3's 128000; {WANTED}")
+    if not all(bytes([b]) in ranks for b in range(256)):
+        raise TokenizerError(f"{path} lacks a byte; download it again")
     named = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id",
              7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag"}  # as in Llama 3.1 and later
     unnamed = [i for i in range(256) if i not in named]
@@ -199,8 +207,10 @@ def read_tokenizer_json(path):
             raise TokenizerError("marks the parts of words")
         patterns = split_patterns(content["pre_tokenizer"] or {"type": "none"})
         added = {t["content"]: (t["id"], bool(t["special"])) for t in content.get("added_tokens") or []}
-        flags = {t["content"]: t for t in content.get("added_tokens") or []}
+        flags = {t["content"]: set_flags for t in content.get("added_tokens") or []
+                 if any(set_flags := tuple(bool(t.get(flag)) for flag in FLAGS))}
         check_ids({**model["vocab"], **{token: id for token, (id, _) in added.items()}})
+        check_work(added, "added tokens")
         vocab = {token: id for token, id in model["vocab"].items() if not added.get(token, (0, False))[1]}
         merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
         ranks, ids = merges_to_ranks(vocab, merges, bool(model.get("ignore_merges")))
@@ -224,6 +234,12 @@ def check_ids(vocab):
             raise TokenizerError(f"gives the id {id!r} to a token; ids are whole numbers below {MOST_IDS}")
         if not 0 < len(token) <= LONGEST:
             raise TokenizerError(f"has a token of {len(token)} characters; 1 to {LONGEST} can be")
+
+
+def check_work(tokens, what):
+    """Bounds what costs the square of a token's length."""
+    if sum(len(token) ** 2 for token in tokens) > MOST_WORK:
+        raise TokenizerError(f"has too many or too long {what}")
 
 
 def first_of_template(processor):
@@ -281,11 +297,12 @@ class Tokenizer:
         self.trusted = KNOWN >= set(self.patterns)   # else under a bound on time, by the engine that has one
         self.bpe = tiktoken.Encoding(str(folder), pat_str=self.patterns[-1] if self.trusted else GPT2,
                                      mergeable_ranks=fields["ranks"], special_tokens={})
-        # How an added token is found in text, where it is not simply by its name.
-        self.flags = {name: flags for name, t in fields["flags"].items() if any(flags := tuple(
-            bool(t.get(flag)) for flag in ("lstrip", "rstrip", "single_word")))}
-        # Added tokens that are not special (Qwen-3's <think>) are words: text gives them, as in `tokenizers`.
-        self.words = any_of(name for name, (_, special) in self.added.items() if not special)
+        self.flags = fields["flags"]
+        # In which order added tokens are looked for, where special ones count (True) and where they do not:
+        # then those left are words (Qwen-3's <think>), which text gives, as in `tokenizers`.
+        self.stages = {True: [stage for normalized in (False, True) if (stage := self.stage(normalized))]}
+        self.stages[False] = [stage for stage in self.stages[True]
+                              if not all(special for _, special, *_ in stage[1].values())]
         named = {name: id for id, name in enumerate(self.tokens)}
         bos = fields["bos"] or (self.token_name("bos_token") if self.config.get("add_bos_token") else None)
         eos = self.token_name("eos_token") or fields["eos"]
@@ -299,6 +316,8 @@ class Tokenizer:
 
     def save(self, folder):
         """Copies the files this tokenizer was read from, so that transformers and vLLM load `folder`."""
+        if not any((self.folder / name).is_file() for name in FILES[:2]):
+            raise TokenizerError(f"the tokenizer's files are gone from {self.folder}: put them back")
         Path(folder).mkdir(parents=True, exist_ok=True)
         for path in (self.folder / name for name in FILES):
             if path.exists() and path.resolve() != (Path(folder) / path.name).resolve():
@@ -325,41 +344,64 @@ class Tokenizer:
         as U+FFFD; a byte that the vocabulary lacks (SmolLM2: some control characters) is dropped, as
         `tokenizers` does.
         """
-        return self.encode_added(text, self.words)
+        return self.encode_added(text, special=False)
 
     def encode_batch(self, texts):
         """[encode(text) for text in texts], on all cores."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return list(pool.map(self.encode, texts))
 
-    def encode_added(self, text, added, restore=None):
-        """Ids of `text`, in which the matches of `added` (any_of) are tokens; `restore`: see defuse."""
+    def encode_added(self, text, special=True, restore=None):
+        """Ids of `text`, in which the names of added tokens are these tokens, of special ones too if
+        `special`; restore: see defuse."""
         try:
             text.encode()
         except UnicodeEncodeError:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        ids, done = [], 0
-        for begin, end, name in (*self.matches(text, added), (len(text), len(text), None)):
-            if part := text[done:begin]:
+        ids = []
+        for part in self.cut(text, special) if self.stages[bool(special)] else [text]:
+            if isinstance(part, int):
+                ids.append(part)
+            elif part:
                 ids += self.encode_plain(part.translate(restore) if restore else part)
-            ids += [] if name is None else [self.added[name][0]]
-            done = end
         return ids
 
-    def matches(self, text, added):
-        """(begin, end, name) of the added tokens in `text`, with the white space that they take along."""
-        done = 0
-        for match in added.finditer(text) if added else ():
-            begin, end, name = *match.span(), match[0]
-            left, right, alone = self.flags.get(name, (False, False, False))
-            if alone and (WORD.fullmatch(text[begin - 1:begin]) or WORD.fullmatch(text[end:end + 1])):
+    def stage(self, normalized):
+        """(regex, {name as found: (id, special, lstrip, rstrip, single_word)}, normalized) of the added
+        tokens that are looked for in normalized text, or of the others; None if there are none."""
+        tokens = {}
+        for name, token in self.added.items():
+            *strips, is_normalized = self.flags.get(name, (False,) * 4)
+            if is_normalized == normalized:
+                name = unicodedata.normalize("NFC", name) if normalized and self.nfc else name
+                tokens[name] = (*token, *strips)
+        return (any_of(tokens), tokens, normalized) if tokens else None
+
+    def cut(self, text, special, stage=0):
+        """The text between added tokens, and the tokens' ids, in their order: as `tokenizers` finds them."""
+        stages, done = self.stages[bool(special)], 0
+        if stage == len(stages):
+            yield text
+            return
+        pattern, tokens, normalized = stages[stage]
+        if normalized and self.nfc:
+            text = unicodedata.normalize("NFC", text)
+        for match in pattern.finditer(text):
+            begin, end = match.span()
+            id, is_special, lstrip, rstrip, single_word = tokens[match[0]]
+            if is_special and not special:
                 continue
-            if left:
-                begin = max(len(text[:begin].rstrip()), done)
-            if right:
-                end += len(text) - end - len(text[end:].lstrip())
-            yield begin, end, name
+            if single_word and (WORD.match(text[begin - 1:begin]) or WORD.match(text[end:end + 1])):
+                continue
+            while lstrip and begin > done and text[begin - 1] in BLANK:
+                begin -= 1
+            while rstrip and end < len(text) and text[end] in BLANK:
+                end += 1
+            yield from self.cut(text[done:begin], special, stage + 1)
+            if end > (max(begin, done) if lstrip else begin):   # or, blank, it went along
+                yield id
             done = end
+        yield from self.cut(text[done:], special, stage + 1)
 
     def encode_plain(self, text):
         """Ids of text without added tokens: tiktoken, where one pattern splits the text and no byte is
@@ -369,19 +411,35 @@ class Tokenizer:
             ids = [self.ids[rank] for rank in self.bpe.encode_ordinary(text)]
             if not self.missing or -1 not in ids:
                 return ids
-        pieces, ids = [text], []
+        known, ids = {}, []
+        for piece in self.split(text):
+            if piece not in known:
+                known[piece] = self.encode_piece(piece.encode())
+            ids += known[piece]
+        return ids
+
+    def split(self, text):
+        """The text cut by the patterns, one after the other, by an engine that can be stopped."""
+        pieces, end = [text], time.monotonic() + SECONDS + len(text) / 100_000
         try:
             for pattern in self.patterns:
-                bound = None if self.trusted else SECONDS
-                pieces = [m[0] for piece in pieces for m in regex.finditer(pattern, piece, timeout=bound)]
+                cut = []
+                for piece in pieces:
+                    left = None if self.trusted else max(end - time.monotonic(), 1e-3)
+                    cut += [match[0] for match in regex.finditer(pattern, piece, timeout=left)]
+                if not all(cut):
+                    raise TokenizerError(f"a pattern of {self.folder}'s tokenizer matches nothing at all; "
+                                         "use another checkpoint")
+                pieces = cut
+            return pieces
         except TimeoutError:
             raise TokenizerError(f"the pattern of {self.folder}'s tokenizer takes more than {SECONDS:g} s "
                                  "for a text; use another checkpoint") from None
-        for piece in map(str.encode, pieces):
-            if len(kept := piece.translate(None, self.missing)) < len(piece):   # merged as if never there,
-                piece = kept + self.missing[:1]   # but not found whole: ignore_merges wants it as it was
-            ids += [id for rank in self.bpe._encode_single_piece(piece) if (id := self.ids[rank]) >= 0]
-        return ids
+
+    def encode_piece(self, piece):
+        if len(kept := piece.translate(None, self.missing)) < len(piece):   # merged as if never there, but
+            piece = kept + self.missing[:1]       # not found whole: ignore_merges looks for it as it was
+        return [id for rank in self.bpe._encode_single_piece(piece) if (id := self.ids[rank]) >= 0]
 
     # -------- ids -> text
 
@@ -435,14 +493,18 @@ class Tokenizer:
         return re.compile(f"{names}|(?:{'|'.join(map(re.escape, starts)) or '(?!)'})(?=\\s*\\Z)"
                           f"|[{chr(PLACEHOLDER)}-{chr(0x10FFFD)}]")
 
-    def defuse(self, value, found):
+    def defuse(self, value, found, depth=0):
         """`value` (messages: dicts, lists, strings) with everything unsafe replaced by one private-use
         character each; found: dict text -> character, filled here."""
+        if depth > 100:
+            raise TokenizerError("messages that are nested more than 100 deep")
         if isinstance(value, str):
             return self.unsafe.sub(lambda m: found.setdefault(m[0], chr(PLACEHOLDER + len(found))), value)
         if isinstance(value, (list, tuple)):
-            return [self.defuse(v, found) for v in value]
-        return {k: self.defuse(v, found) for k, v in value.items()} if isinstance(value, dict) else value
+            return [self.defuse(v, found, depth + 1) for v in value]
+        if isinstance(value, dict):
+            return {self.defuse(k, found): self.defuse(v, found, depth + 1) for k, v in value.items()}
+        return value
 
     def apply_chat_template(self, messages, add_generation_prompt=True, **variables):
         """messages: [{"role": ..., "content": ...}, ...] -> ids. Only the template writes special tokens:
@@ -450,7 +512,7 @@ class Tokenizer:
         one. variables: for the template, such as enable_thinking=False. Raises TokenizerError."""
         found = {}
         text = self.render(self.defuse(messages, found), add_generation_prompt, **variables)
-        return self.encode_added(text, any_of(self.added), {ord(c): s for s, c in found.items()})
+        return self.encode_added(text, restore={ord(c): s for s, c in found.items()})
 
     def encode_chat(self, messages, last_only=False, **variables):
         """messages -> (ids, is_reply), two lists of one length: is_reply marks what the model has to say,
@@ -459,14 +521,13 @@ class Tokenizer:
         differently once more messages follow it (Qwen-3 drops earlier thoughts): call it once a reply, on
         messages[:i + 1], last_only."""
         found, ids, is_reply, done = {}, [], [], 0
-        messages, added = self.defuse(messages, found), any_of(self.added)
+        messages = self.defuse(messages, found)
         restore = {ord(c): s for s, c in found.items()}
         text = self.render(messages, False, **variables)
 
         def append(part, reply):
-            new = self.encode_added(part, added, restore)
-            stops = [i for i, id in enumerate(new)
-                     if id in special]  # a template may write a newline behind the stop
+            new = self.encode_added(part, restore=restore)
+            stops = [i for i, id in enumerate(new) if id in special]   # a newline may stand behind the stop
             count = (stops[-1] + 1 if stops else len(new)) if reply else 0
             ids.extend(new)
             is_reply.extend([True] * count + [False] * (len(new) - count))
@@ -505,46 +566,50 @@ class TextStream:
 
     def __init__(self, tokenizer, stop_texts=(), skip=()):
         self.tokenizer, self.skip = tokenizer, frozenset(skip)
-        self.stops = [stop for stop in stop_texts if stop]
+        self.stops = [(stop, borders(stop)) for stop in stop_texts if stop]
+        self.matched = [0] * len(self.stops)      # how much of each stop text the text so far ends in
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.seen, self.shown = "", []   # what may be the beginning of a stop text, and which of it is text
+        self.held, self.is_text = [], True        # characters, "" for those left out; does the next one count
         self.found, self.tokens = False, 0
 
     def feed(self, ids, end=False) -> str:
-        """The text that `ids` make final; end: no more will come."""
-        text = ""
+        """The text that `ids` make final; end: no more will come. What may be the beginning of a stop text is
+        held back until it is not."""
         for id in ids:
             if self.found:
                 break
             self.tokens += 1
-            if id in self.skip:          # a character that it cuts in two never becomes whole
-                text += self.see(self.decoder.decode(b"", final=True), True)
-            text += self.see(self.decoder.decode(self.tokenizer.decode_bytes([id])), id not in self.skip)
+            self.see(self.tokenizer.decode_bytes([id]), id not in self.skip)
         if end and not self.found:
-            text += self.see(self.decoder.decode(b"", final=True), True)
-            text += self.release(0)
-        return text
+            self.see(b"", True, end)
+        keep = 0 if end or self.found else max(self.matched, default=0)
+        final, self.held = self.held[:len(self.held) - keep], self.held[len(self.held) - keep:]
+        return "".join(final)
 
-    def see(self, text, is_text) -> str:
-        """Look at new characters one by one, so that it does not matter how they were cut into tokens."""
-        if not self.stops or self.found:
-            return text if is_text and not self.found else ""
-        out = ""
-        for char in text:
-            self.seen, self.shown = self.seen + char, self.shown + [is_text]
-            complete = max((len(stop) for stop in self.stops if self.seen.endswith(stop)), default=0)
-            keep = complete or max((n for stop in self.stops
-                                    for n in range(1, min(len(stop), len(self.seen) + 1))
-                                    if self.seen.endswith(stop[:n])), default=0)
-            out += self.release(keep)
+    def see(self, data, is_text, end=False):
+        """Look at the bytes of one token; a character belongs to the token in which it begins."""
+        if not self.decoder.getstate()[0]:        # none is begun
+            self.is_text = is_text
+        for char in self.decoder.decode(data, end):
+            self.held.append(char if self.is_text else "")
+            self.is_text = is_text
+            for i, (stop, border) in enumerate(self.stops):      # Knuth, Morris and Pratt: a step a character
+                n = self.matched[i]
+                while n and stop[n] != char:
+                    n = border[n]
+                self.matched[i] = n + (stop[n] == char)
+            complete = [n for n, (stop, _) in zip(self.matched, self.stops) if n == len(stop)]
             if complete:
-                self.found, self.seen, self.shown = True, "", []
+                self.found, self.held = True, self.held[:len(self.held) - max(complete)]
                 break
-        return out
 
-    def release(self, keep) -> str:
-        """All that is held back but its last `keep` characters."""
-        n = len(self.seen) - keep
-        out = "".join(char for char, is_text in zip(self.seen[:n], self.shown) if is_text)
-        self.seen, self.shown = self.seen[n:], self.shown[n:]
-        return out
+
+def borders(text):
+    """For every n: the length of the longest proper beginning of text[:n] that it also ends in."""
+    out, n = [0, 0], 0
+    for char in text[1:]:
+        while n and text[n] != char:
+            n = out[n]
+        n += text[n] == char
+        out.append(n)
+    return out

@@ -33,14 +33,15 @@ FILES = {".bin": np.uint32, ".mask.bin": np.uint8, ".docs.bin": np.int64}
 # ---------------------------------------------------------------------------------------- writing
 
 def write_split(dir, split, documents, stop_ids, vocab_size):
-    """Streams (ids, loss_mask) pairs to SPLIT.*.tmp; write_meta puts them in place. Returns counts.
+    """Streams (ids, loss_mask) pairs to temporary files; write_meta puts them in place. Returns counts.
 
     Raises ValueError at an empty document, a mask of another length, or an id outside the vocabulary.
     """
     tokens = targets = count = 0
     stop_ids = set(stop_ids)
-    files = [open(Path(dir) / f"{split}{end}.tmp", "wb", buffering=1 << 20) for end in FILES]
-    try:
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open(temporary(dir, split + end), "wb", buffering=1 << 20))
+                 for end in FILES]
         for ids, mask in documents:
             ids, mask = np.asarray(ids, np.int64), np.asarray(mask, bool)
             if not len(ids) or len(mask) != len(ids):
@@ -54,10 +55,12 @@ def write_split(dir, split, documents, stop_ids, vocab_size):
         for file in files:
             file.flush()
             os.fsync(file.fileno())
-    finally:
-        for file in files:
-            file.close()
     return {"tokens": tokens, "documents": count, "targets": targets}
+
+
+def temporary(dir, name):
+    """Where this process writes the file of that name, until it is whole."""
+    return Path(dir) / f"{name}.{os.getpid()}.tmp"
 
 
 def write_meta(dir, counts, **about):
@@ -66,15 +69,15 @@ def write_meta(dir, counts, **about):
     Without meta.json nothing loads: a kill before this call leaves the old set, one during it none.
     """
     dir = Path(dir)
-    with open(dir / "meta.json.tmp", "w") as file:
+    with open(temporary(dir, "meta.json"), "w") as file:
         json.dump(about | {"splits": counts}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     (dir / "meta.json").unlink(missing_ok=True)
     for split in counts:
         for end in FILES:
-            os.replace(dir / f"{split}{end}.tmp", dir / f"{split}{end}")
-    os.replace(dir / "meta.json.tmp", dir / "meta.json")
+            os.replace(temporary(dir, split + end), dir / f"{split}{end}")
+    os.replace(temporary(dir, "meta.json"), dir / "meta.json")
     folder = os.open(dir, os.O_RDONLY)
     os.fsync(folder)                       # the renames themselves reach the disk
     os.close(folder)
@@ -88,7 +91,10 @@ def write_set(dir, splits, stop_ids, vocab_size, say=False, **about):
     dir = Path(dir)
     dir.mkdir(parents=True, exist_ok=True)
     stop_ids = sorted(set(stop_ids))
-    with locked(dir):
+    names = [split + end for split in splits for end in FILES] + ["meta.json"]
+    with locked(dir) as alone:
+        for path in [path for name in names for path in dir.glob(f"{name}.*.tmp")] if alone else ():
+            path.unlink()                  # of a process that was killed
         try:
             counts = {split: write_split(dir, split, documents, stop_ids, vocab_size)
                       for split, documents in splits.items()}
@@ -97,8 +103,8 @@ def write_set(dir, splits, stop_ids, vocab_size, say=False, **about):
                      f"split {split}: nothing to learn from ({count['documents']} documents)")
             write_meta(dir, counts, vocab_size=vocab_size, stop_ids=stop_ids, **about)
         finally:
-            for name in [f"{split}{end}.tmp" for split in splits for end in FILES] + ["meta.json.tmp"]:
-                (dir / name).unlink(missing_ok=True)
+            for name in names:
+                temporary(dir, name).unlink(missing_ok=True)
     for split, count in counts.items() if say else ():
         print(f"{dir}/{split}.bin:", ", ".join(f"{n:,} {name}" for name, n in count.items()))
     return counts
@@ -106,22 +112,23 @@ def write_set(dir, splits, stop_ids, vocab_size, say=False, **about):
 
 @contextlib.contextmanager
 def locked(folder):
-    """Nobody else writes into `folder` meanwhile: a lock that dies with its process, where there are locks.
+    """Nobody else writes into `folder` meanwhile: a lock that dies with its process. Yields False where there
+    are no locks (Windows, some network drives).
 
     ValueError, one line, if another process holds it.
     """
-    if fcntl is None:                      # Windows
-        yield
-        return
-    path = Path(folder) / ".lock"
+    path, alone = Path(folder) / ".lock", fcntl is not None
     need(path.is_file() or not path.exists(), f"{path} is no regular file: remove it")
     with open(path, "a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            if alone:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             raise ValueError(f"{folder} is being written by another process: wait for it, or give another "
                              "folder") from None
-        yield
+        except OSError:                    # its file system knows no locks
+            alone = False
+        yield alone
 
 
 # ---------------------------------------------------------------------------------------- reading
@@ -157,14 +164,15 @@ class Dataset:
         arrays = []
         for (end, dtype), items in zip(FILES.items(), (counts["tokens"],) * 2 + (2 * counts["documents"],)):
             path, wanted = self.dir / f"{split}{end}", items * np.dtype(dtype).itemsize
-            size = path.stat().st_size if path.exists() else "no file"
+            size = path.stat().st_size if path.is_file() else "no file"
             if size != wanted:
                 raise ValueError(f"{path}: {size}, but meta.json wants {wanted} bytes: prepare the set again")
             arrays.append(np.memmap(path, dtype, mode="r"))
         self.tokens, self.mask, docs = arrays
         self.starts, self.stops = np.ascontiguousarray(docs.reshape(-1, 2).T)
         self.lengths = np.diff(self.starts, append=counts["tokens"])
-        if self.starts[0] != 0 or self.lengths.min() < 1 or not np.isin(self.stops, (0, 1)).all():
+        if (self.starts[0] != 0 or self.starts.min() < 0 or self.lengths.min() < 1
+                or not np.isin(self.stops, (0, 1)).all()):
             raise ValueError(f"{self.dir}/{split}.docs.bin is damaged: prepare the set again")
 
 

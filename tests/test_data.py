@@ -1,5 +1,6 @@
 """data/: the .bin format, packing and targets against slow references, and the three prepare.py."""
 import contextlib
+import errno
 import io
 import json
 import os
@@ -93,6 +94,16 @@ def test_damaged_set_is_one_clear_line(tmp_path, name, change):
     assert "\n" not in words and str(tmp_path) in words and "prepare" in words
 
 
+def test_a_document_that_starts_outside_the_set_is_found(tmp_path):
+    """Starts so far apart that their differences overflow: every length looks right."""
+    dataset(tmp_path, [([1, 2], [True] * 2)] * 4)
+    docs = np.fromfile(tmp_path / "train.docs.bin", np.int64)
+    docs[2], docs[4] = 2**63 - 1, -2**63 + 9
+    docs.tofile(tmp_path / "train.docs.bin")
+    with pytest.raises(ValueError, match="docs.bin is damaged"):
+        Dataset(tmp_path, "train")
+
+
 def test_unknown_split_names_those_there_are(tmp_path):
     dataset(tmp_path, random_documents(0, 5, 9))
     with pytest.raises(ValueError, match="no split 'val', only train"):
@@ -121,8 +132,36 @@ def test_killed_write_leaves_the_old_set(tmp_path):
     if child == 0:
         dataset(tmp_path, killed_half_way())
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert (tmp_path / "train.bin.tmp").stat().st_size > 0
+    assert (tmp_path / f"train.bin.{child}.tmp").stat().st_size > 0
     assert Dataset(tmp_path, "train").tokens.tolist() == [id for ids, _ in docs for id in ids]
+    dataset(tmp_path, docs)                        # the next one clears up behind it
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_old_set(tmp_path):
+    docs = random_documents(0, 20, 9)
+    dataset(tmp_path, docs)
+    code = ("import resource, runpy, sys\nresource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+            f"sys.argv = ['prepare.py', '--num_train=2000', '--num_val=2', '--out_dir={tmp_path}']\n"
+            f"runpy.run_path({str(WORDS / 'prepare.py')!r}, run_name='__main__')")
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "File too large" in result.stderr
+    assert Dataset(tmp_path, "train").tokens.tolist() == [id for ids, _ in docs for id in ids]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_where_a_file_system_knows_no_locks_sets_are_written_all_the_same(tmp_path, monkeypatch):
+    def flock(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(data.bin.fcntl, "flock", flock)
+    docs = random_documents(0, 20, 9)
+    (tmp_path / "train.bin.1.tmp").write_text("another process's, which may be at work")
+    dataset(tmp_path, docs)
+    assert Dataset(tmp_path, "train").tokens.tolist() == [id for ids, _ in docs for id in ids]
+    assert [path.name for path in tmp_path.glob("*.tmp")] == ["train.bin.1.tmp"]
+    monkeypatch.setattr(data.bin, "fcntl", None)                                # Windows
+    dataset(tmp_path, docs[:7])
+    assert len(Dataset(tmp_path, "train").lengths) == 7
 
 
 def test_kill_between_renames_never_leaves_a_mixture(tmp_path, monkeypatch):

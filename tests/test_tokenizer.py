@@ -7,17 +7,20 @@ import json
 import os
 import random
 import re
+import select
 import shutil
 import sys
 import sysconfig
 import time
 import unicodedata
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+from chat_template import Template
 from tokenizer import LLAMA3, TextStream, Tokenizer, TokenizerError
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -484,27 +487,66 @@ def test_a_hub_id_is_read_from_the_cache_when_offline(qwen3, monkeypatch, tmp_pa
 
 # ----------------------------------------------------------------------------- added tokens' flags
 
-def test_added_tokens_take_white_space_along_and_stand_alone_as_in_tokenizers(qwen3, tmp_path):
-    """lstrip, rstrip and single_word, at random, in random texts: the ids of `tokenizers`."""
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+
+
+def with_added(folder, into, added):
+    """A copy of the tokenizer in `folder`, with more added tokens."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    first = max(t["id"] for t in content["added_tokens"]) + 1
+    content["added_tokens"] += [dict(t, id=first + i) for i, t in enumerate(added)]
+    into.mkdir()
+    (into / "tokenizer.json").write_text(json.dumps(content))
+    return into
+
+
+@pytest.mark.parametrize("normalizer", ["NFC", None])
+def test_added_tokens_are_found_as_tokenizers_finds_them(normalizer, qwen3, tmp_path):
+    """All flags at random: white space that is taken along or is a token, words of marks and joiners, names
+    in names, of special tokens too, names that are not normalized. The ids of `tokenizers`."""
+    names = ["[X]", "a[b", "[X", "<y>", "y>", "é!", "e\u0301!", " ", "\u00a0\n", "bq7", " Z7", "\u0301", "Ů"]
+    parts = [*names, " ", "  ", "\n", "\t", "a", "b_", "7", ".", "e\u0301", "\u0085", "\x1c", "\x1f ",
+             "\u200d", "\u0903", "²", "Ⅷ", "_", "<|im_end|>", "<think>", "U\u030a", "\u2003", "\u200b"]
     rng, seen = random.Random(3), Counter()
-    content = json.loads((load(qwen3).folder / "tokenizer.json").read_text())
-    for case in range(40):
-        names = ["[X]", "a[b", "<y>", "é!"]
-        first = max(t["id"] for t in content["added_tokens"]) + 1
-        added = [dict(id=first + i, content=name, special=False, normalized=False,
-                      **{flag: rng.random() < 0.5 for flag in ("lstrip", "rstrip", "single_word")})
-                 for i, name in enumerate(names)]
-        folder = tmp_path / str(case)
-        shutil.copytree(load(qwen3).folder, folder)
-        (folder / "tokenizer.json").write_text(
-            json.dumps(content | dict(added_tokens=content["added_tokens"] + added)))
+    for case in range(80):
+        added = [dict(content=name, special=rng.random() < 0.4, **{f: rng.random() < 0.4 for f in FLAGS})
+                 for name in rng.sample(names, rng.randint(1, 6))]
+        folder = with_added(qwen3, tmp_path / str(case), added)
+        if normalizer is None:
+            content = json.loads((folder / "tokenizer.json").read_text())
+            (folder / "tokenizer.json").write_text(json.dumps(content | dict(normalizer=None)))
         ours, theirs = Tokenizer(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         for _ in range(60):
-            text = "".join(rng.choice(names + [" ", "  ", "\n", "\t", "a", "b_", "7", ".", "é", "\u00a0"])
-                           for _ in range(rng.randint(1, 9)))
-            assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids, (text, added)
-            seen[len(ours.flags) > 0] += 1
-    assert seen[True] > 2000
+            text = "".join(rng.choice(parts) for _ in range(rng.randint(1, 9)))
+            for special in (False, True):
+                theirs.encode_special_tokens = not special
+                try:
+                    expected = theirs.encode(text, add_special_tokens=False).ids
+                except BaseException as error:        # theirs fails where a blank token has gone with another
+                    assert type(error).__name__ == "PanicException"
+                    continue
+                assert ours.encode_added(text, special) == expected, (text, special, added)
+                seen[special, bool(set(expected) & set(range(2005, 2020)))] += 1
+            assert ours.encode(text) == ours.encode_added(text, special=False)
+    assert min(seen.values()) > 500, seen
+
+
+def test_flags_enter_the_hash_only_where_one_is_set(qwen3, tmp_path):
+    flags = dict.fromkeys(FLAGS, False)
+    added = dict(content="[X]", special=False)
+    hashes = [Tokenizer(with_added(qwen3, tmp_path / f"{i}", [added | flags | {f: True for f in on}])).hash
+              for i, on in enumerate([(), *((f,) for f in FLAGS), FLAGS[:2]])]
+    assert len(set(hashes)) == 6
+    bare = Tokenizer(with_added(qwen3, tmp_path / "bare", [added]))
+    assert bare.hash == hashes[0] and not bare.flags
+
+
+def test_hashes_that_checkpoints_and_data_sets_record_stay(smollm2):
+    assert load(smollm2).hash == "1087ba2e3bb4de8a058b59ba9e8d4569617ebe0cfe6cb8791ee42deda26b7a34"
+    ours = Tokenizer(ROOT / "data/word_problems").hash
+    assert ours == "394928307ab73eeae31e229aea9ba95d3a8e91acdca01e5678577eadc00f8cff"
+    for name in ("tiny-ntp", "tiny-sbd", "tiny-verified"):
+        assert Tokenizer(ROOT / "checkpoints" / name).hash == ours
 
 
 # ----------------------------------------------------------------------------- hostile files
@@ -525,6 +567,10 @@ HOSTILE = {
     "a pattern that matches nothing": lambda t: t.update(pre_tokenizer=splitter("")),
     "a pattern of megabytes": lambda t: t.update(pre_tokenizer=splitter("a" * 10**6)),
     "a normalizer of numbers": lambda t: t.update(normalizer=3),
+    "long tokens that no merge makes": lambda t: t["model"]["vocab"].update(
+        {"ab" * 500 + str(i): 600 + i for i in range(1000)}),
+    "a thousand long special tokens": lambda t: t["added_tokens"].extend(
+        dict(id=600 + i, content=f"{i}" + "a" * 1000, special=True) for i in range(1000)),
 }
 
 
@@ -565,6 +611,36 @@ def test_a_pattern_that_explodes_is_stopped(tmp_path, monkeypatch):
         Tokenizer(tmp_path).encode("a" * 60 + "c")
 
 
+def test_a_pattern_that_explodes_a_little_everywhere_is_stopped(tmp_path, monkeypatch):
+    """One bound for the whole text, however many pieces it has."""
+    monkeypatch.setattr("tokenizer.SECONDS", 0.5)
+    content = json.loads((ROOT / "data/word_problems/tokenizer.json").read_text())
+    blank, explode = (splitter(pattern)["pretokenizers"] for pattern in (" ", "(?:(?:a|aa)+)+b"))
+    content["pre_tokenizer"] = dict(type="Sequence", pretokenizers=[blank[0], *explode])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    began = time.monotonic()
+    with pytest.raises(TokenizerError, match="takes more than 0.5 s"):
+        Tokenizer(tmp_path).encode(("a" * 20 + "c ") * 400)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("pattern", [r"(?=a)", r"\b", r"a*", r"(?<=s)"])
+def test_a_pattern_that_matches_nothing_loses_no_text(pattern, tmp_path):
+    content = json.loads((ROOT / "data/word_problems/tokenizer.json").read_text())
+    content["pre_tokenizer"] = splitter(pattern)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match="matches nothing at all"):
+        Tokenizer(tmp_path).encode("Mia has 3 cats")
+
+
+def test_a_saved_tokenizer_whose_files_are_gone_is_an_error(tmp_path):
+    shutil.copytree(ROOT / "checkpoints/tiny-sbd", tmp_path / "gone")
+    ours = Tokenizer(tmp_path / "gone")
+    shutil.rmtree(tmp_path / "gone")
+    with pytest.raises(TokenizerError, match="are gone from"):
+        ours.save(tmp_path / "new")
+
+
 TEMPLATES = {
     "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}"
               "{% endfor %}{% endfor %}{% endfor %}", "seconds"),
@@ -594,6 +670,63 @@ def test_a_hostile_template_is_one_line_and_the_next_messages_are_served(name, t
         assert str(refusal.value).isprintable() and len(str(refusal.value)) < 500
         assert ours.decode(ours.apply_chat_template([dict(role="user", content="hello")])) == "fine"
     assert time.monotonic() - began < 20
+
+
+def test_threads_get_the_text_of_their_own_messages():
+    template = Template("{{ text * 1000 }}")
+    with ThreadPoolExecutor(8) as pool:
+        texts_ = list(pool.map(lambda i: template.render(text=f"{i} "), range(300)))
+    assert texts_ == [f"{i} " * 1000 for i in range(300)]
+
+
+def test_an_interrupted_question_does_not_shift_the_answers(monkeypatch):
+    template, poll = Template("{{ text }}"), select.poll
+
+    def interrupted():
+        raise KeyboardInterrupt
+    monkeypatch.setattr("chat_template.select.poll", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        template.render(text="first")
+    monkeypatch.setattr("chat_template.select.poll", poll)
+    assert [template.render(text=text) for text in ("second", "third")] == ["second", "third"]
+
+
+def test_a_fork_leaves_its_parents_template_alone():
+    template = Template("{{ text }}")
+    if (fork := os.fork()) == 0:
+        right = template.render(text="fork") == "fork"
+        template.__del__()
+        os._exit(0 if right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
+    process = template.child
+    assert template.render(text="parent") == "parent" and template.child is process
+
+
+def test_the_template_finds_jinja_where_we_do(tmp_path, monkeypatch):
+    (tmp_path / "jinja2.py").write_text("raise ImportError('the jinja of sys.path')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="the jinja of sys.path"):
+        Template("")
+
+
+def test_messages_that_are_no_json_or_too_deep_are_one_line():
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    ours = Tokenizer(ROOT / "data/word_problems")
+    ours.config["chat_template"] = "{{ messages[0].content }}"
+    for content, words in ((deep, "100 deep"), (object(), "text, numbers"), ({1, 2}, "text, numbers")):
+        with pytest.raises(TokenizerError, match=words) as refusal:
+            ours.apply_chat_template([dict(role="user", content=content)])
+        assert "\n" not in str(refusal.value)
+    assert ours.decode(ours.apply_chat_template([dict(role="user", content="fine")])) == "fine"
+
+
+def test_keys_of_messages_cannot_write_special_tokens_either():
+    ours = Tokenizer(ROOT / "data/word_problems")
+    ours.config["chat_template"] = "{{ messages | tojson }}<|endoftext|>"
+    ids = ours.apply_chat_template([dict(role="user", content="", args={"<|endoftext|>": 1})])
+    assert ids.count(ours.eos_id) == 1 and "args" in ours.decode(ids)
 
 
 # ----------------------------------------------------------------------------- text as it becomes final
@@ -702,3 +835,31 @@ def test_a_character_of_four_tokens_appears_whole_with_the_last():
     stream = TextStream(Bytes())
     assert [stream.feed([bytes([b])]) for b in "🙂".encode()] == ["", "", "", "🙂"]
     assert stream.feed(["🙂".encode()[:2]], end=True) == "\ufffd"
+
+
+def test_no_cut_of_any_bytes_matters():
+    """Bytes that are no UTF-8, left-out tokens that cut characters in two: every way to feed them."""
+    alphabet = [b"a", b"b", b"\xc3", b"\xa9", b"\xf0\x9f", b"\x98", b"\x80", b"\xff", b"<s>"]
+    rng = random.Random(5)
+    for _ in range(150):
+        tokens = [b"".join(rng.choices(alphabet, k=rng.randint(0, 3))) for _ in range(rng.randint(1, 6))]
+        stops = ["".join(rng.choices("aéb\ufffd😀", k=rng.randint(1, 3))) for _ in range(rng.randint(0, 2))]
+        skip, results = rng.sample(tokens, rng.randint(0, 1)), set()
+        for cuts in range(2 ** (len(tokens) - 1)):
+            stream, text, part = TextStream(Bytes(), stops, skip), "", []
+            for i, token in enumerate(tokens):
+                part.append(token)
+                if cuts >> i & 1 or i + 1 == len(tokens):
+                    text, part = text + stream.feed(part, end=i + 1 == len(tokens)), []
+            results.add((text, stream.tokens, stream.found))
+        assert len(results) == 1, (tokens, stops, skip, results)
+        text, count, found = results.pop()
+        if not skip and not found:
+            assert (text, count) == (b"".join(tokens).decode(errors="replace"), len(tokens))
+
+
+def test_a_long_stop_text_costs_a_step_a_character():
+    stream, began = TextStream(Bytes(), ["a" * 20_000 + "b", "a" * 15_000 + "c"]), time.process_time()
+    shown = [stream.feed([b"a"]) for _ in range(40_000)]
+    assert "".join(shown) == "a" * 20_000 and stream.feed([b"b"]) == "" and stream.found
+    assert time.process_time() - began < 5                    # 0.2 s here
