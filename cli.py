@@ -76,10 +76,11 @@ def add_options(p, options, names=None, **defaults):
 
 
 def add_model(p, init_from="default: the shipped model", default=None, dtypes=("float32", "bfloat16")):
-    """--init_from, --mask_id, --device and --dtype."""
+    """--init_from, --base, --mask_id, --device and --dtype."""
     a = p.add_argument
     a("--init_from", default=default,
       help=f"folder, training output, hub id owner/name, or preset: {PUBLISHED}; {init_from}")
+    a("--base", help="where --init_from is an adapter: its base, if it is not where adapter.json says")
     a("--mask_id", type=int, help="the mask token, where the model's config names none")
     a("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, mps")
     a("--dtype", choices=dtypes, help="of weights and cache; default bfloat16 on cuda, else float32")
@@ -133,10 +134,16 @@ def check_plot(path) -> None:
 
 
 def load_model(args, default=None):
-    """The model and tokenizer that --init_from (or `default`), --mask_id, --device and --dtype ask for."""
+    """The model and tokenizer that --init_from (or `default`), --base, --mask_id, --device and --dtype ask
+    for."""
     device = open_device(args.device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    model = Llama.from_pretrained(args.init_from or default, device, dtype, args.mask_id)
+    need(args.init_from or not args.base, "--base without --init_from: name an adapter's folder there")
+    adapter = args.init_from if args.base else None
+    model = Llama.from_pretrained(args.base or args.init_from or default, device, dtype, args.mask_id, adapter)
+    if getattr(args, "mode", None) == "sbd" and model.adapter and not model.adapter.get("place0"):
+        print(f"{args.init_from} was not trained at place 0 of a block, which --mode=sbd reads: use --mode="
+              "verified, or train with --place0 --targets=data --full_mask_prob=0.5", file=sys.stderr)
     return model, Tokenizer.from_pretrained(model.folder)
 
 

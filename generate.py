@@ -57,6 +57,7 @@ class Options:
     top_p: float | None = option(None, "draw from the fewest tokens that have this probability together",
                                  lambda x: 0 < x <= 1, "more than 0 and at most 1", float)
     seed: int | None = option(None, "sample i draws with seed + i", type=int)
+    numbers: tuple | None = option(None)    # of the prompts in a larger file, where they are a part of it
     sampler: str = option("eb", "sbd: which masked tokens to reveal", choices=SAMPLERS)
     factor: float = option(1.0, "--sampler=factor: its f", lambda x: x >= 0, "0 or more", float)
     threshold: float = option(0.9, "--sampler=threshold: the confidence that reveals a token",
@@ -164,7 +165,8 @@ def decode(model, prompts, *given, **options):
     o = replace(o, seed=int.from_bytes(os.urandom(7), "big") if o.seed is None else int(o.seed),
                 stop_ids=frozenset(stop_ids))
     room = [model.config.max_position_embeddings - len(p) for p in prompts]
-    rows = [Row(i, min(o.max_new_tokens, n), o.seed + i) for i, n in enumerate(room)]
+    rows = [Row(i, min(o.max_new_tokens, n), o.seed + (o.numbers or range(len(room)))[i])
+            for i, n in enumerate(room)]
     scratch = 2 * o.k if o.mode == "sbd" else o.k + o.k * min(o.hedges, o.k)
     longest = max(map(len, prompts)) + max(row.limit for row in rows) + scratch   # tokens
     step = sbd_step if o.mode == "sbd" else verified_step

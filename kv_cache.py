@@ -139,6 +139,7 @@ class Window:
     mask: torch.Tensor | None       # (B, 1, G * W, end), 0 or -inf; None: every token sees all of them
     causal: bool                    # nothing cached and no block: plain causal attention
     rule: torch.Tensor | None  # (B, 2 + 2 W), int32: what the kernel needs in place of slots, mask and causal
+    gate: torch.Tensor | None       # (B, W) bool: tokens of blocks, on the host; None: there are none
 
 
 def window(cache: KVCache, num_causal: list, sees: list, block_size: int) -> Window:
@@ -148,11 +149,12 @@ def window(cache: KVCache, num_causal: list, sees: list, block_size: int) -> Win
     end, device = int(lengths.max()) + W, cache.k.device
     need(end <= S, f"the cache holds {S} tokens a row and this window needs {end}: allocate a longer cache")
     start, ragged = int(lengths[0, 0]), bool((lengths != lengths[0]).any())
+    gate = torch.from_numpy(block >= 0) if any(sees) else None
     causal, positions = end == W and not any(sees), torch.from_numpy(lengths + position).to(device)
     if cache.kernel is not None and cache.kernel.supports(W, cache.k.shape[-1]):
         rule = np.hstack((lengths, np.c_[num_causal], seen, block)).astype(np.int32)
         return Window(positions, slice(start, start + W), end, None, causal,
-                      torch.from_numpy(rule).to(device, non_blocking=True))
+                      torch.from_numpy(rule).to(device, non_blocking=True), gate)
     slots, mask = slice(start, start + W), None
     if ragged:
         slots = torch.from_numpy(lengths + np.arange(W)).to(device)
@@ -161,7 +163,7 @@ def window(cache: KVCache, num_causal: list, sees: list, block_size: int) -> Win
         hidden = torch.from_numpy(~may_attend(lengths, seen, block, end))
         mask = torch.zeros(hidden.shape, dtype=cache.k.dtype).masked_fill_(hidden, -torch.inf)
         mask = mask.to(device)[:, None].repeat(1, 1, cache.group, 1)
-    return Window(positions, slots, end, mask, causal, None)
+    return Window(positions, slots, end, mask, causal, None, gate)
 
 
 # -------------------------------------------------------------------------------- attention and forward
@@ -212,10 +214,12 @@ def run_window(model, cache: KVCache, tokens: list, num_causal: list, sees: list
     w, W = window(cache, num_causal, sees, block_size), max(map(len, tokens))
     ids = torch.tensor([[*t] + [0] * (W - len(t)) for t in tokens]).to(cache.k.device)   # (B, W)
     if model.graphs is None or w.rule is None or w.causal:   # prefills, of many lengths, run as they are
-        return model.hidden(ids, w.positions, cached_attend(cache, w))
+        gate = None if model.adapter is None or w.gate is None else w.gate.to(ids.device)
+        return model.hidden(ids, w.positions, cached_attend(cache, w), gate)
 
     def forward(ids, positions, rule):   # over rows of all memory, of any length: that decides the splits
         K, V = (x[:, :len(ids)] for x in cache.whole)
-        return model.hidden(ids, positions, kernel_attend(cache.kernel, K, V, rule, K.shape[3]))
+        gate = rule[:, 2 + W:] >= 0   # the tokens of blocks
+        return model.hidden(ids, positions, kernel_attend(cache.kernel, K, V, rule, K.shape[3]), gate)
 
     return model.graphs.replay(cache, forward, ids, w.positions, w.rule)

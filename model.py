@@ -18,9 +18,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from adapter import base_of, embedded, load as load_adapter, open_gate, through
 from hf import (PRESETS, ROPE_LLAMA3, check_config, find_folder, free_memory, load_tensors, preset_mask_id,
                 read_config, save_folder)
-from kernels.packed_linear import Linear, fuse, rms_norm, together
+from kernels.packed_linear import Linear, fuse, rms_norm
 
 
 @dataclass
@@ -56,6 +57,9 @@ class LlamaConfig:
     @classmethod
     def from_pretrained(cls, name_or_dir) -> "LlamaConfig":
         """The config of a preset, a hub id or a folder; ValueError in one line if it cannot be used."""
+        name_or_dir, folder, mask_id = base_of(name_or_dir)
+        if folder:
+            return dataclasses.replace(cls.from_pretrained(name_or_dir), mask_id=mask_id)
         if str(name_or_dir) in PRESETS:
             return cls(**PRESETS[str(name_or_dir)][0])
         return cls.from_folder(find_folder(name_or_dir, weights=False), preset_mask_id(name_or_dir))
@@ -135,9 +139,9 @@ class Attention(nn.Module):
         # Where no norm comes between, q and k may come as one tensor and are rotated together.
         self.heads, self.joint = [c.num_attention_heads, c.num_key_value_heads], 1 if self.qk_norm else 2
 
-    def qkv(self, x, cos, sin):
+    def qkv(self, x, cos, sin, gate):
         B, _, T, _ = cos.shape
-        parts = together(x, self.q_proj, self.k_proj, self.v_proj, joint=self.joint)
+        parts = through(x, self.q_proj, self.k_proj, self.v_proj, gate=gate, joint=self.joint)
         *turning, v = (y.view(B, T, -1, self.head_dim).transpose(1, 2) for y in parts)
         if self.qk_norm:
             turning = self.q_norm(turning[0]), self.k_norm(turning[1])
@@ -154,9 +158,9 @@ class MLP(nn.Module):
         self.up_proj = Linear(c.hidden_size, c.intermediate_size)
         self.down_proj = Linear(c.intermediate_size, c.hidden_size)
 
-    def forward(self, x):
-        gate, up = together(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+    def forward(self, x, g=None):
+        gate, up = through(x, self.gate_proj, self.up_proj, gate=g)
+        return through(F.silu(gate) * up, self.down_proj, gate=g)[0]
 
 
 class Layer(nn.Module):
@@ -168,15 +172,17 @@ class Layer(nn.Module):
         self.mlp = MLP(c)
 
     # Two halves around the attention, so that torch.compile can have both and never sees a mask.
-    def before_attention(self, x, cos, sin):
-        return self.self_attn.qkv(self.input_layernorm(x), cos, sin)
+    # gate: which rows the adapter acts on (method section 11), None where there is none.
+    def before_attention(self, x, cos, sin, gate=None):
+        return self.self_attn.qkv(self.input_layernorm(x), cos, sin, gate)
 
-    def after_attention(self, x, out):
-        x = x + self.self_attn.o_proj(out.transpose(1, 2).reshape(len(x), -1))   # out (B, H, T, D)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def after_attention(self, x, out, gate=None):
+        out = out.transpose(1, 2).reshape(len(x), -1)                        # out was (B, H, T, D)
+        x = x + through(out, self.self_attn.o_proj, gate=gate)[0]
+        return x + self.mlp(self.post_attention_layernorm(x), gate)
 
-    def forward(self, x, cos, sin, layer, attend):
-        return self.after_attention(x, attend(layer, *self.before_attention(x, cos, sin)))
+    def forward(self, x, cos, sin, layer, attend, gate=None):
+        return self.after_attention(x, attend(layer, *self.before_attention(x, cos, sin, gate)), gate)
 
 
 class Llama(nn.Module):
@@ -194,6 +200,7 @@ class Llama(nn.Module):
         self.grad_checkpoint = False      # train.py: recompute each layer in backward
         self.graphs = None                # kv_cache.Graphs: decoding replays CUDA graphs of its forwards
         self.compiled = False             # its layers are: they run the weights themselves
+        self.adapter = self.mask_embedding = None   # adapter.py: what adapter.json records, and e_m
         self.folder = None                # where the weights came from: its tokenizer files are saved along
         small = 0.02 / math.sqrt(2 * c.num_hidden_layers)   # as in GPT-2, where residual branches begin
         for name, weight in self.named_parameters():
@@ -209,37 +216,45 @@ class Llama(nn.Module):
         """Lay the matrices out for decoding, which calls this each time. Compiled layers keep the weights."""
         fuse(self.lm_head if self.compiled else self, free_memory("cpu"))
 
-    def hidden(self, tokens, positions=None, attend=None):
+    def hidden(self, tokens, positions=None, attend=None, gate=None):
         """tokens (B, T), positions (T,) or (B, T), default 0..T-1 -> (B, T, C), before the head."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
+        gate = None if self.adapter is None else open_gate(gate)
         x = self.model.embed_tokens(tokens.flatten())                           # (B * T, C)
+        x = embedded(self, x, tokens.flatten(), gate)
         cos, sin = rotary(self.config, positions.expand_as(tokens), x.dtype)
         recompute = self.grad_checkpoint and self.training
         for i, layer in enumerate(self.model.layers):
-            args = (x, cos, sin, i, attend or causal)
+            args = (x, cos, sin, i, attend or causal, gate)
             x = checkpoint(layer, *args, use_reentrant=False) if recompute else layer(*args)
         return self.model.norm(x).view(*tokens.shape, -1)
 
-    def forward(self, tokens, positions=None, attend=None, at=None):
+    def forward(self, tokens, positions=None, attend=None, at=None, gate=None):
         """Logits (B, T, V), float, unnormalised.
 
         tokens (B, T) ids; positions (T,) or (B, T), default 0..T-1; attend(layer, q (B, H, T, D),
         k, v (B, Hkv, T, D)) -> (B, H, T, D), default plain causal attention. `at`, (n,) or (B, n) indices
         into T, picks the positions whose logits are wanted -> (B, n, V); the head runs on those only.
+        gate (B, T) bool: the tokens that an adapter acts on (g, method section 11), True: all; default none.
         """
-        x = self.hidden(tokens, positions, attend)
+        x = self.hidden(tokens, positions, attend, gate)
         if at is not None:
             x = x[:, at] if at.dim() == 1 else x.gather(1, at[..., None].expand(-1, -1, x.shape[-1]))
         return self.lm_head(x)
 
     @classmethod
-    def from_pretrained(cls, name_or_dir, device="cpu", dtype=None, mask_id=None) -> "Llama":
+    def from_pretrained(cls, name_or_dir, device="cpu", dtype=None, mask_id=None, adapter=None) -> "Llama":
         """Load a preset, a hub id `owner/name` or a folder in HF layout; dtype None keeps the stored one.
+
+        adapter: the folder of a gated adapter that acts beside it; in place of a base's name, such a folder
+        brings the base that it names.
 
         Tensors are mapped from the safetensors files and assigned, so no weight is ever held twice.
         Raises ValueError, one line, for anything that cannot be loaded. `mask_id` overrides the stored one.
         """
+        name_or_dir, adapter, default = base_of(name_or_dir, adapter)
+        mask_id = default if mask_id is None else mask_id
         folder = find_folder(name_or_dir)
         config = LlamaConfig.from_folder(folder, preset_mask_id(name_or_dir), mask_id)
         with torch.device("meta"):
@@ -249,13 +264,18 @@ class Llama(nn.Module):
         model.load_state_dict(weights, assign=True)
         model.tie_weights()
         model.folder = folder
+        if adapter:
+            load_adapter(model, adapter)
         return model.eval()
 
     def save_pretrained(self, folder) -> None:
         """Write a folder that transformers and vLLM load: config.json, generation_config.json,
-        model.safetensors (in the weights' dtype), and the tokenizer files of where this model came from.
+        model.safetensors (in the weights' dtype), and the tokenizer files of where this model came from. An
+        adapter is not merged into the weights: adapter.save writes it.
         """
-        save_folder(Path(folder), dataclasses.asdict(self.config), self.state_dict(), self.folder)
+        base = {name: weight for name, weight in self.state_dict().items()
+                if "low_rank" not in name and name != "mask_embedding"}
+        save_folder(Path(folder), dataclasses.asdict(self.config), base, self.folder)
 
 
 def compile_layers(model: Llama, dynamic=None) -> Llama:

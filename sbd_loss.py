@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hf import need
-from kernels.sbd_attention import causal_attend, intervals, sbd_attend
+from kernels.sbd_attention import causal_attend, intervals, noisy_attend, sbd_attend
 
 LOGITS = 2 ** 26   # logits alive at a time: 256 MB in float32
 
@@ -93,6 +93,73 @@ def ntp_loss(model, tokens, loss_mask=None, doc_ids=None, num_targets=None) -> S
     over = n.clamp(min=1) if num_targets is None else max(num_targets, 1)
     return SBDLoss(ntp / over, ntp.detach() / n.clamp(min=1), torch.zeros_like(ntp.detach()), n,
                    torch.zeros_like(n))
+
+
+def adapter_loss(model, tokens, block_size: int, loss_mask=None, doc_ids=None, num_targets=None,
+                 targets="self", place0=False, eta=None, generator=None, backend="auto") -> SBDLoss:
+    """Method section 11: the MATP term alone, through the model's adapter; the clean half has no gradients.
+
+    targets: "data", the masked tokens, or "self", the base's own predictions of them, read off the clean
+    half (of a document's first token there is none). place0: whether a block's first place is a target.
+    Other arguments as in sbd_loss; stop copies are targets where loss_mask has them.
+    """
+    need(targets in ("self", "data"), f"targets {targets!r}: wanted self or data")
+    need(model.adapter is not None, "the model has no adapter: adapter.attach(model, rank) gives it one")
+    L, device, mask_id = tokens.shape[1], tokens.device, model.config.mask_id
+    need(mask_id is not None, "the model's config has no mask_id: set it to an id that text never uses")
+    noisy, is_masked = mask_tokens(tokens, mask_id, eta, generator)
+    doc_start, block_start, *_ = intervals(L, block_size, doc_ids, device)
+    index, past = torch.arange(L, device=device), []
+    causal, attend = causal_attend(L, doc_ids, device), noisy_attend(L, block_size, doc_ids, device, backend)
+
+    def clean_half(layer, q, k, v):
+        past.append((k, v))
+        return causal(q, k, v)
+
+    with torch.no_grad():
+        clean = model.hidden(tokens, index - doc_start, clean_half)
+    hidden = model.hidden(noisy, index - doc_start, lambda layer, q, k, v: attend(
+        q, *(torch.cat(pair, 2) for pair in zip(past[layer], (k, v)))), gate=True)
+    at = is_masked if loss_mask is None else is_masked & loss_mask.bool()
+    at = at if place0 else at & (index > block_start)
+    at = at if targets == "data" else at & (index > doc_start)
+    wanted = tokens[at] if targets == "data" else clean.roll(1, 1)[at]
+    loss = FrozenHead.apply(hidden[at], wanted, model.lm_head.weight).sum()
+    n = at.sum()
+    over = ntp_targets(tokens, loss_mask, doc_ids).sum() if num_targets is None else num_targets
+    return SBDLoss(loss / max(over, 1), torch.zeros_like(loss.detach()), loss.detach() / n.clamp(min=1),
+                   torch.zeros_like(n), n)
+
+
+class FrozenHead(torch.autograd.Function):
+    """Cross-entropies (N,), nats, of a head that is not trained: hidden (N, C) against ids (N,), or against
+    the head's own distribution behind other states (N, C).
+
+    The gradient, (q - p) W a row, is taken along in chunks of rows: no logits are kept, or computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, wanted, weight):
+        exact, size = torch.promote_types(hidden.dtype, torch.float32), max(1, LOGITS // 4 // len(weight))
+        losses, gradients = [], []
+        for rows, target in zip(hidden.split(size), wanted.split(size)):
+            log_q = F.linear(rows, weight).to(exact).log_softmax(-1)              # (n, V)
+            if target.dim() == 1:
+                losses.append(-log_q.gather(1, target[:, None])[:, 0])
+                difference = log_q.exp_()
+                difference.scatter_add_(1, target[:, None], -difference.new_ones(len(target), 1))
+            else:
+                p = F.linear(target, weight).to(exact).softmax(-1)
+                losses.append(-(p * log_q).sum(-1))
+                difference = log_q.exp_().sub_(p)
+            gradients.append((difference.to(rows.dtype) @ weight.to(rows.dtype)).to(rows.dtype))
+        ctx.save_for_backward(torch.cat(gradients) if gradients else hidden)
+        return torch.cat(losses) if losses else hidden.new_zeros(0)
+
+    @staticmethod
+    def backward(ctx, out):
+        gradient, = ctx.saved_tensors
+        return out[:, None].to(gradient.dtype) * gradient, None, None
 
 
 def row_losses(model, hidden, targets):

@@ -29,6 +29,7 @@ import regex
 import tiktoken
 
 from chat_template import Template
+from adapter import base_of
 from hf import find_folder
 
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
@@ -311,8 +312,8 @@ class Tokenizer:
     @classmethod
     def from_pretrained(cls, name_or_dir):
         """A checkpoint's folder, a preset or a hub id `owner/name` (HF_HOME, HF_TOKEN and HF_HUB_OFFLINE
-        apply). Raises ValueError, one line."""
-        return cls(find_folder(name_or_dir, weights=False))
+        apply), or an adapter's folder: its base's. Raises ValueError, one line."""
+        return cls(find_folder(base_of(name_or_dir)[0], weights=False))
 
     def save(self, folder):
         """Copies the files this tokenizer was read from, so that transformers and vLLM load `folder`."""

@@ -2,6 +2,7 @@
 
     python train.py                                            the shipped tiny model, minutes on a CPU
     python train.py --init_from=llama3.1-8b --dataset=DIR      the same loop on real weights
+    python train.py --recipe=adapter --init_from=...           a gated adapter beside unchanged weights
 
 Weights and AdamW's states are float32 whatever the forward runs in: bfloat16 would round updates at lr 1e-5
 away. Everything random follows from (seed, step, row of the step): a resumed run goes on as if it had never
@@ -28,12 +29,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import adapter
 from data.bin import Dataset, Rows, batch, locked, num_ntp_targets, pack, targets
 from eval import sweep, table
 from hf import PRESETS, TOKENIZER_FILES, find_folder, free_memory, write_whole
 from kernels.sbd_attention import BACKENDS, check_backend
 from model import Llama, LlamaConfig, compile_layers
-from sbd_loss import ntp_loss, sbd_loss
+from sbd_loss import adapter_loss, ntp_loss, sbd_loss
 from tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -41,10 +43,13 @@ WORD_PROBLEMS = HERE / "data/word_problems"
 RECIPES = {   # method section 3: 2M tokens a step, 34k steps, 32k context
     "paper-8b": dict(lr=3e-4, warmup_steps=200, max_steps=34_000, seq_len=32_768, batch_size=1, grad_accum=64,
                      dtype="bfloat16", grad_checkpoint=True),
+    # method section 11: the noise that verified decoding drafts from, and what learned fastest here
+    "adapter": dict(adapter_rank=24, lr=3e-3, full_mask_prob=1.0, block_size_max=8, weight_decay=0.0),
 }
 # What a (seed, step) means, and what the weights are: a resumed run cannot change these.
 FIXED = ("recipe", "init_from", "dataset", "objective", "mask_id", "seed", "seq_len", "batch_size",
-         "grad_accum", "block_size_min", "block_size_max", "full_mask_prob")
+         "grad_accum", "block_size_min", "block_size_max", "full_mask_prob", "adapter_rank", "adapter_alpha",
+         "targets", "place0")
 CELLS = [dict(mode="sbd", block_size=k, gamma=0.1) for k in (8, 16)] + \
     [dict(mode="verified", block_size=k, hedges=2) for k in (16, 24, 32)]
 
@@ -93,6 +98,10 @@ def losses(model, args, b, k, masked, num_targets=None):
     with torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         if args.objective == "ntp":
             return ntp_loss(model, b.tokens, ntp_mask, b.doc_ids, num_targets)
+        if args.adapter_rank:
+            wanted = ntp_mask if args.targets == "self" else loss_mask   # of a stop copy NTP predicts nothing
+            return adapter_loss(model, b.tokens, k, wanted, b.doc_ids, num_targets, args.targets, args.place0,
+                                eta, None, args.attention)
         return sbd_loss(model, b.tokens, k, loss_mask, ntp_mask, b.doc_ids, num_targets,
                         args.ntp_weight, args.matp_weight, eta, None, args.attention)
 
@@ -155,8 +164,9 @@ class Log:
         seconds = max(now - self.time, 1e-9) / (done - self.step)                     # a step
         rate = args.batch_size * args.grad_accum * args.seq_len / seconds             # tokens a second
         left = (args.max_steps - done) * seconds / 60                                 # minutes
-        validation = "  validation ntp {:.4f} matp {:.4f}".format(*checked) if checked else ""
-        print(f"step {done:5d}  ntp {ntp:.4f}  matp {matp:.4f}  lr {lr:.2e}  {rate:,.0f} tokens/s  "
+        said = "matp {1:.4f}" if args.adapter_rank else "ntp {:.4f}  matp {:.4f}"   # an adapter has no NTP
+        validation = f"  validation {said}".format(*checked) if checked else ""
+        print(f"step {done:5d}  {said.format(ntp, matp)}  lr {lr:.2e}  {rate:,.0f} tokens/s  "
               f"{left:.1f} min left{validation}", flush=True)
         numbers = [f"{x:.9g}" for x in (ntp, matp, *checked)] + ([] if checked else ["", ""])
         with self.path.open("a") as file:
@@ -204,8 +214,9 @@ def after(run, args, done, norm):
 
 def make_optimizer(model, args):
     """AdamW; weight decay pulls on matrices only, not on the gains of the norms."""
-    groups = [dict(params=[w for w in model.parameters() if w.dim() == 2], weight_decay=args.weight_decay),
-              dict(params=[w for w in model.parameters() if w.dim() != 2], weight_decay=0.0)]
+    weights = [w for w in model.parameters() if w.requires_grad]
+    groups = [dict(params=[w for w in weights if w.dim() == 2], weight_decay=args.weight_decay),
+              dict(params=[w for w in weights if w.dim() != 2], weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), fused=True)
 
 
@@ -229,8 +240,8 @@ def open_run(args, data, val, source, config, tokenizer) -> Run:
     rows, val_rows = (split and pack(split, args.seq_len, copies, args.seed) for split in (data, val))
     for old in [*args.out_dir.glob("tmp-*"), *(checkpoints(args.out_dir) if args.overwrite else ())]:
         remove(old)   # what a kill left, and what the user gave up
-    if args.overwrite:
-        (args.out_dir / "config.json").unlink(missing_ok=True)
+    for name in ("config.json", adapter.ABOUT) if args.overwrite else ():
+        (args.out_dir / name).unlink(missing_ok=True)
     path = args.out_dir / "log.csv"
     old = path.read_text(errors="replace") if args.resume and path.is_file() else ""
     lines = [line[0] for line in re.finditer(r"^([0-9]{1,8}),.*\n", old, re.M)
@@ -241,21 +252,30 @@ def open_run(args, data, val, source, config, tokenizer) -> Run:
 
 
 def load(args, source, config) -> Llama:
-    """The model, with float32 weights."""
-    if source:
+    """The model, with float32 weights; or its base in --base_dtype and a float32 adapter."""
+    if args.adapter_rank:
+        dtype = getattr(torch, args.base_dtype)
+        model = Llama.from_pretrained(args.init_from, args.device, dtype, config.mask_id)
+        torch.manual_seed(args.seed)
+        if args.resume:
+            adapter.load(model, source, torch.float32)
+        else:
+            adapter.attach(model, args.adapter_rank, args.adapter_alpha or None)
+    elif source:
         model = Llama.from_pretrained(source, args.device, torch.float32, config.mask_id)
         for weight in model.parameters():   # mapped from the file: as aligned in memory as weights that never
             weight.data = weight.data.clone()   # stopped, or matrix products could round differently
     else:
         torch.manual_seed(args.seed)
         model = Llama(config).to(args.device)
-    model.folder, model.grad_checkpoint = None, args.grad_checkpoint   # the tokenizer's files: see Run
+    model.folder = model.folder if args.adapter_rank else None   # the tokenizer's files: see Run
+    model.grad_checkpoint = args.grad_checkpoint
     return (compile_layers(model) if args.compile else model).train()
 
 
 # --------------------------------------------------------------------------- the command: checkpoints
 
-WHOLE = "config.json", "model.safetensors", "train_state.pt"
+KINDS = ("config.json", "model.safetensors"), (adapter.ABOUT, adapter.WEIGHTS)   # a model, or an adapter
 
 
 def checkpoints(out_dir: Path) -> list[Path]:
@@ -264,7 +284,8 @@ def checkpoints(out_dir: Path) -> list[Path]:
 
 def newest(out_dir: Path):
     """The newest whole checkpoint folder of a run, or None."""
-    whole = [path for path in checkpoints(out_dir) if all((path / name).is_file() for name in WHOLE)]
+    whole = [path for path in checkpoints(out_dir) if (path / "train_state.pt").is_file()
+             and any(all((path / name).is_file() for name in kind) for kind in KINDS)]
     return whole[-1] if whole else None
 
 
@@ -278,7 +299,7 @@ def save(run, args):
     for stray in (aside, final):
         if stray.is_symlink() or stray.exists():
             remove(stray)
-    write_model(run.model, run.files, aside)
+    write_model(run.model, args, run.files, aside)
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     state = dict(optimizer=run.optimizer.state_dict(), step=run.step, sums=run.log.sums, args=plain)
     try:
@@ -293,9 +314,13 @@ def save(run, args):
             remove(old)
 
 
-def write_model(model, files, folder):
-    """A Hugging Face folder: the model, and the tokenizer's files."""
-    model.save_pretrained(folder)
+def write_model(model, args, files, folder, dtype=None):
+    """A Hugging Face folder: the model, and the tokenizer's files; or an adapter's, without its base."""
+    if args.adapter_rank:
+        names = "full_mask_prob", "place0", "targets", "block_size_max"
+        about = {name: getattr(args, name) for name in names}
+        return adapter.save(model, folder, dtype, base=args.init_from, **about)
+    (model if dtype is None else model.to(dtype)).save_pretrained(folder)
     for name, content in files.items():
         write_whole(folder / name, lambda path: path.write_bytes(content))
 
@@ -337,7 +362,7 @@ def read_state(folder: Path, device="cpu", optimizer=None) -> dict:
 
 def finish(model, args, files):
     """The finished model as a folder in out_dir, bfloat16; on word problems, how well it decodes."""
-    write_model(model.to(torch.bfloat16), files, args.out_dir)
+    write_model(model, args, files, args.out_dir, torch.bfloat16)
     flush_folder(args.out_dir)
     print(f"finished: python generate.py --init_from={args.out_dir} --prompt=...", flush=True)
     if args.sample_problems and HERE / "data" / args.dataset == WORD_PROBLEMS:
@@ -377,7 +402,9 @@ NUMBERS = dict(   # least, most, default, help
     eval_interval=(1, 10**8, 100, "steps between checkpoints, each after the validation losses"),
     eval_rows=(0, 2**31, 32, "validation rows; 0: none"),
     sample_problems=(0, 2000, 100, "held-out word problems decoded at the end; 0: none"),
-    seed=(0, 2**63 - 1, 0, "of initialisation, data order and noise"))
+    seed=(0, 2**63 - 1, 0, "of initialisation, data order and noise"),
+    adapter_rank=(0, 4096, 0, "train a gated adapter of this rank, not the weights; 0: the weights"),
+    adapter_alpha=(0, 1e6, 0.0, "its alpha, of the scale alpha / rank; 0: the rank"))
 
 
 def options():
@@ -391,6 +418,11 @@ def options():
     a("--overwrite", action="store_true", help="start afresh in an out_dir that holds another run")
     a("--recipe", choices=RECIPES, help="the paper's hyperparameters as defaults")
     a("--objective", choices=("sbd", "ntp"), default="sbd", help="Eq. 14, or next-token prediction alone")
+    a("--targets", choices=("self", "data"), default="self",
+      help="adapter: learn the model's own distributions, or the tokens of the data")
+    a("--place0", action="store_true", help="adapter: a block's first place is a target, as mode sbd needs")
+    a("--base_dtype", choices=("float32", "bfloat16"),
+      help="adapter: of the frozen weights; default bfloat16 on cuda, else float32")
     a("--mask_id", type=int, help="the mask token, where the model's config names none")
     for name, (_, _, default, text) in NUMBERS.items():
         a(f"--{name}", type=type(default), default=default, help=text)
@@ -446,7 +478,8 @@ def need_place(args):
     """out_dir is a folder, or none yet, and holds another run only where that is asked for."""
     out = args.out_dir
     need(out.is_dir() or not out.exists(), f"--out_dir {out} is a file: give a folder")
-    need(args.resume or args.overwrite or not (checkpoints(out) or (out / "config.json").exists()),
+    made = (out / "config.json").exists() or (out / adapter.ABOUT).exists()
+    need(args.resume or args.overwrite or not (checkpoints(out) or made),
          f"{out} holds another run: give --resume, --overwrite or another --out_dir")
 
 
@@ -456,7 +489,10 @@ def need_memory(args, config):
         parameters = sum(w.numel() for w in Llama(config).parameters())
     tokens = args.batch_size * args.seq_len * (1 if args.objective == "ntp" else 2)   # of a forward
     inputs = tokens * config.num_hidden_layers * config.hidden_size
-    size, free = (16 * parameters + 4 * inputs) / 2**30, free_memory(args.device) / 2**30
+    least = 16 * parameters + 4 * inputs
+    if args.adapter_rank:   # the weights, read only; without an adapter's own, which is small
+        least = (parameters * (2 if args.base_dtype == "bfloat16" else 4)) + 2 * inputs
+    size, free = least / 2**30, free_memory(args.device) / 2**30
     need(size <= free, f"training {args.init_from} needs {size:.1f} GiB for weights, gradients, AdamW's "
                        f"states and layers' inputs, {args.device} has {free:.1f} GiB free: use more memory, "
                        "or a smaller model or --batch_size")
@@ -475,11 +511,13 @@ def find(args):
     device = open_device(args.device)
     if args.objective == "sbd":
         check_backend(args.attention, device, training=True)
-    args.dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    default = "bfloat16" if device.type == "cuda" else "float32"
+    args.dtype, args.base_dtype = args.dtype or default, args.base_dtype or default
     need_place(args)
     at_random = args.init_from in PRESETS and PRESETS[args.init_from][1] is None   # a shape without weights
     source = newest(args.out_dir) if args.resume else None if at_random else args.init_from
-    folder = source and find_folder(source, weights=False)
+    folder = args.init_from if args.adapter_rank else source
+    folder = folder and find_folder(folder, weights=False)
     need(not (args.overwrite and source and folder.resolve().is_relative_to(args.out_dir.resolve())),
          f"--overwrite would remove what --init_from {args.init_from} names: give another --out_dir")
     config = LlamaConfig.from_pretrained(source or args.init_from)
@@ -520,7 +558,7 @@ def main(argv=None):
     args.out_dir.mkdir(parents=True, exist_ok=True)
     with locked(args.out_dir):
         opened = open_run(args, *found)
-        weights = sum(w.numel() for w in opened.model.parameters())
+        weights = sum(w.numel() for w in opened.model.parameters() if w.requires_grad)
         print(f"{args.objective} on {args.dataset}: {weights / 1e6:.2f}M parameters, steps {opened.step} to "
               f"{args.max_steps} of {args.batch_size * args.grad_accum} x {args.seq_len} tokens, "
               f"{args.device} {args.dtype}, into {args.out_dir}", flush=True)

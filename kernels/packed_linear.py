@@ -31,6 +31,7 @@ class Linear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__(in_features, out_features, bias=False)
+        self.low_rank = None   # adapter.py: what a token of a block gets beside W x
 
     def forward(self, x):
         made = self.made if decoding() else None

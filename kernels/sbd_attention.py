@@ -130,7 +130,7 @@ def sbd_attend(L: int, block_size: int, doc_ids=None, device=None, backend: str 
     bounds = intervals(L, block_size, doc_ids, device)
     block_mask = functools.cache(lambda B: flex_mask(bounds, B))
     table = functools.cache(lambda B: torch.stack([x.expand(B, -1) for x in bounds], 1).int())   # (B, 4, L)
-    chunks = functools.cache(lambda: Chunks(bounds, noisy=True))
+    chunks = functools.cache(lambda: Chunks(bounds, clean=True, noisy=True))
     use_triton = triton and (backend == "triton" or backend == "auto" and device.type == "cuda")
 
     def attend(q, k, v):
@@ -150,20 +150,29 @@ def causal_attend(L: int, doc_ids=None, device=None):
     if doc_ids is None:
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True,
                                                               enable_gqa=q.shape[1] != k.shape[1])
-    chunks = Chunks(intervals(L, 1, doc_ids, device), noisy=False)
+    chunks = Chunks(intervals(L, 1, doc_ids, device), clean=True, noisy=False)
+    return lambda q, k, v: Chunked.apply(q, k, v, chunks)
+
+
+def noisy_attend(L: int, block_size: int, doc_ids=None, device=None, backend: str = "auto"):
+    """The noisy half alone: attend(q (B, H, L, D), k, v (B, Hkv, 2L, D)), keys of [clean | noisy]."""
+    if torch.device(device or "cpu").type == "cuda" or backend in ("triton", "flex"):
+        both = sbd_attend(L, block_size, doc_ids, device, backend)   # its clean queries: nobody looks
+        return lambda q, k, v: both(torch.cat((q.detach(), q), 2), k, v)[:, :, L:]
+    chunks = Chunks(intervals(L, block_size, doc_ids, device), clean=False, noisy=True)
     return lambda q, k, v: Chunked.apply(q, k, v, chunks)
 
 
 # -------------------------------------------------------------------------------------- PyTorch
 
 class Chunks:
-    """Chunks of positions, of both halves if `noisy`: which rows, which keys, and the mask between them.
+    """Chunks of positions of the clean half, the noisy one or both: rows, keys, and the mask between them.
 
     A chunk needs the clean keys up to its end and the noisy keys of its own blocks. Masks are made one at a
     time.
     """
-    def __init__(self, bounds, noisy: bool):
-        self.noisy, self.bounds, L = noisy, bounds, bounds[0].shape[1]
+    def __init__(self, bounds, clean: bool, noisy: bool):
+        self.clean, self.noisy, self.bounds, L = clean, noisy, bounds, bounds[0].shape[1]
         doc_start, block_start, block_end, _ = bounds
         self.starts = list(range(0, L, CHUNK))
         self.ends = [min(s + CHUNK, L) for s in self.starts]
@@ -184,9 +193,11 @@ class Chunks:
                 yield [slice(s, e)], [slice(low, e)], mask
                 continue
             past, own = (kc >= first) & (kc < middle), (kn >= middle) & (kn < end)
+            rows, keys = [slice(s, e)], [slice(low, e), slice(L + own_low, L + own_end)]
             clean, noisy = torch.cat((mask, torch.zeros_like(own)), 2), torch.cat((past, own), 2)
-            mask = torch.cat((clean, noisy), 1)
-            yield [slice(s, e), slice(L + s, L + e)], [slice(low, e), slice(L + own_low, L + own_end)], mask
+            if self.clean:
+                rows, noisy = [slice(s, e), slice(L + s, L + e)], torch.cat((clean, noisy), 1)
+            yield rows, keys, noisy
 
 
 def take(x, slices, heads: int):

@@ -17,6 +17,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
 from cli import need, parser, run
 
+import gzip
 import json
 
 import numpy as np
@@ -51,11 +52,11 @@ def check(row):
             raise ValueError('no message of the role "assistant": nothing to learn')
 
 
-def rows(files):
+def rows(files, check=check):
     """Yields (where, row) for every line that is not blank; raises ValueError naming file and line."""
     for path in files:
         need(path.is_file(), f"{path} is no file: give .jsonl files")
-        with open(path, "rb") as file:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     try:
