@@ -187,12 +187,11 @@ def plot(results, path, seed=0):
 
 # -------------------------------------------------------------------------------- a sweep that can be resumed
 
-def compare(args, tasks, models, cells):
-    """Run the cells of every model that results.json does not hold yet, write it after each, print all."""
+def compare(args, tasks, models, jobs):
+    """Run the jobs (model, cell) that results.json does not hold yet, write it after each, print all."""
     path, options, found = args.out_dir / "results.json", run_options(args, models, len(tasks)), []
     if path.exists() and not args.overwrite:
         options, found = read_results(path, options)
-    jobs = [(name, cell) for name in models for cell in cells[name]]
     job_of = lambda r: (r["model"], r["cell"])
     missing = [job for job in jobs if job not in map(job_of, found)]
     if len(missing) < len(jobs):
@@ -436,15 +435,14 @@ def main(argv=None):
     name = Path(args.init_from or model.folder).name
     if args.dataset:
         return likelihood(args, data, name, model, tokenizer)
-    models, cells = {name: (model, tokenizer)}, {name: FULL if args.full else CELLS}
-    if cell:
-        cells[name] = [NTP] + [cell] * (cell != NTP)
-    elif not args.init_from and verified.exists():
+    models, cells = {name: (model, tokenizer)}, FULL if args.full else CELLS
+    jobs = [(name, c) for c in ([NTP] + [cell] * (cell != NTP) if cell else cells)]
+    if not cell and not args.init_from and verified.exists():
         second = Llama.from_pretrained(verified, args.device, model.lm_head.weight.dtype)
         models[verified.name] = second, Tokenizer.from_pretrained(verified)
-        cells[verified.name] = [NTP, *(c | dict(block_size=32) for c in VERIFIED)]
-    cells |= {name: [NTP] for name in models if models[name][0].config.mask_id is None}
-    compare(args, data, models, cells)
+        jobs += [(verified.name, c) for c in (NTP, *(c | dict(block_size=32) for c in VERIFIED))]
+    jobs = [(name, c) for name, c in jobs if c == NTP or models[name][0].config.mask_id is not None]
+    compare(args, data, models, jobs)
 
 
 if __name__ == "__main__":
