@@ -11,11 +11,13 @@ from cli import (add_model, add_options, check_plot, load_model, need, need_betw
 import argparse
 import csv
 import hashlib
+import io
 import json
 import math
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +25,10 @@ import torch
 
 from data.bin import Batch, Dataset, batch, pack, targets
 from data.word_problems.prepare import grade, problems
-from generate import Options, decode
+from generate import USED_BY, Options, decode, generate
 from hf import write_whole
 from model import Llama
-from sbd_loss import mask_tokens, ntp_targets, sbd_loss
+from sbd_loss import sbd_loss
 from tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -34,37 +36,41 @@ GAMMAS = (0, 0.01, 0.1, 0.2, 0.35, 0.4, 0.6, 0.8, 1.5)                 # nats
 NTP = dict(mode="ntp")
 VERIFIED = [dict(mode="verified", block_size=16, hedges=h) for h in (1, 2, 4)]
 CELLS = [NTP, *VERIFIED, *(dict(mode="sbd", block_size=k, gamma=g) for k in (8, 16) for g in GAMMAS)]
-SAMPLED = [("eb-confidence", "gamma", (0.01, 0.1, 0.35, 0.8)), ("factor", "factor", (0.1, 0.5, 1.0, 2.0)),
-           ("threshold", "threshold", (0.5, 0.7, 0.9, 0.99))]          # sampler, its bound, values
-FULL = [*CELLS, *(dict(mode="sbd", block_size=16, sampler=sampler) | {bound: value}
-                  for sampler, bound, values in SAMPLED for value in values)]
+SBD_16 = dict(mode="sbd", block_size=16)
+FULL = [*CELLS, *(SBD_16 | dict(sampler="eb-confidence", gamma=g) for g in (0.01, 0.1, 0.35, 0.8)),
+        *(SBD_16 | dict(sampler="factor", factor=f) for f in (0.1, 0.5, 1.0, 2.0)),
+        *(SBD_16 | dict(sampler="threshold", threshold=t) for t in (0.5, 0.7, 0.9, 0.99))]
 BLOCKS, SHARES = (2, 4, 8, 16, 32), (0.1, 0.25, 0.5, 0.75, 1.0)        # of the MATP table: k, shares masked
-SBD_ONLY = ("gamma", "sampler", "factor", "threshold")
-CELL = ("mode", "block_size", "hedges", *SBD_ONLY)   # the fields of Options that make a cell
+ENDS = ("", "_low", "_high")                         # of the keys of a value and its interval
+CELL = ("mode", *USED_BY)                            # the fields of Options that make a cell
 
 
 # ------------------------------------------------------------------------------ accuracy against forwards
 
-def sweep(model, tokenizer, problems, cells, batch_size=64, max_new_tokens=256,
-          progress=lambda cell, done: None):
-    """Decode every problem once a cell -> one dict a cell, as `counted` makes it."""
+def sweep(model, tokenizer, problems, cells, batch_size=64, max_new_tokens=256, progress=lambda done: None):
+    """Decode every problem once a cell -> one dict a cell. By problem: outputs (token ids), nfes, right; and
+    what they sum to. window: mean tokens of a forward, of verified decoding only."""
     prompts = encode(tokenizer, problems)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))   # a batch's rows end together
     results = []
     for cell in cells:
-        rows, widths = [None] * len(prompts), []
+        rows, widths, o = [None] * len(prompts), [], Options(**cell)
         for begin in range(0, len(order), batch_size):
-            progress(cell, begin)
+            progress(begin)
             part = order[begin:begin + batch_size]
             for steps in decode(model, [prompts[i] for i in part], max_new_tokens=max_new_tokens, **cell):
                 for step in steps:
                     rows[part[step.row.index]] = step.row
                     forward = step.accepted or not step.row.done       # else its last token was known already
-                    if cell["mode"] == "verified" and forward:
-                        widths.append(window(len(step.drafted), Options(**cell)))
-        outputs = [row.tokens for row in rows]
-        results.append(counted(cell, outputs, [row.nfe for row in rows], graded(tokenizer, problems, outputs),
-                               sum(widths) / len(widths) if widths else None))
+                    if o.mode == "verified" and forward:               # a block for each likely outcome
+                        drafted, blocks = len(step.drafted), min(o.hedges, len(step.drafted) + 1)
+                        widths.append(1 + drafted + (o.block_size * blocks if o.block_size > 1 else 0))
+        outputs, nfes = [row.tokens for row in rows], [row.nfe for row in rows]
+        right = [grade(problem, tokenizer.decode(tokens)) for problem, tokens in zip(problems, outputs)]
+        tokens, nfe = sum(map(len, outputs)), sum(nfes)
+        results.append(dict(cell=cell, accuracy=sum(right) / len(right), tokens=tokens, nfe=nfe,
+                            speedup=tokens / nfe, window=sum(widths) / len(widths) if widths else None,
+                            outputs=outputs, nfes=nfes, right=right))
     return results
 
 
@@ -73,36 +79,19 @@ def encode(tokenizer, problems):
     return [bos + tokenizer.encode(p.prompt) for p in problems]
 
 
-def graded(tokenizer, problems, outputs):
-    return [grade(problem, tokenizer.decode(tokens)) for problem, tokens in zip(problems, outputs)]
-
-
-def window(d, o):
-    """Tokens of a forward of verified decoding: [next | d drafted | a block for each likely outcome]."""
-    return 1 + d + (o.block_size * min(o.hedges, d + 1) if o.block_size > 1 else 0)
-
-
-def counted(cell, outputs, nfes, right, window):
-    """One cell's result. By problem: outputs (token ids), nfes, right; then what they sum to. window: mean
-    tokens of a forward, of verified decoding only."""
-    tokens, nfe = sum(map(len, outputs)), sum(nfes)
-    return dict(cell=cell, accuracy=sum(right) / len(right), tokens=tokens, nfe=nfe, speedup=tokens / nfe,
-                window=window, outputs=outputs, nfes=nfes, right=right)
-
-
-def clock(jobs, max_new_tokens):
-    """Tokens a second of each job (model, cell, prompts) at batch 1; problem by problem all jobs in turn, so
-    that whatever else slows the machine slows them all."""
-    seconds, tokens, turns = [0.0] * len(jobs), [0] * len(jobs), len(jobs[0][2])
-    for turn in range(-1, turns):    # the first one warms up and is not counted
-        bar((turn + 1) / (turns + 1), f"wall clock, problem {turn + 1} of {turns}", turn <= 0)
-        for j, (model, cell, prompts) in enumerate(jobs):
-            began, n = time.perf_counter(), 0
-            for steps in decode(model, [prompts[max(turn, 0)]], max_new_tokens=max_new_tokens, **cell):
-                n += sum(len(step.final) for step in steps)
-            if turn >= 0:
-                seconds[j], tokens[j] = seconds[j] + time.perf_counter() - began, tokens[j] + n
-    return [n / s for n, s in zip(tokens, seconds)]
+def clock(models, results, tasks, max_new_tokens):
+    """Adds to each result its tokens a second at batch 1; task by task all of them in turn, so that whatever
+    else slows the machine slows them all."""
+    prompts = {name: encode(tokenizer, tasks) for name, (_, tokenizer) in models.items()}
+    spent = np.zeros((len(results), 2))                                # tokens and seconds of each
+    for turn in range(-1, len(tasks)):    # the first one warms up and is not counted
+        bar((turn + 1) / (len(tasks) + 1), f"wall clock, problem {turn + 1} of {len(tasks)}", turn <= 0)
+        for i, r in enumerate(results):
+            began, prompt = time.perf_counter(), prompts[r["model"]][max(turn, 0)]
+            row, = generate(models[r["model"]][0], [prompt], max_new_tokens=max_new_tokens, **r["cell"])
+            spent[i] += (len(row.tokens), time.perf_counter() - began) if turn >= 0 else 0
+    for r, (tokens, seconds) in zip(results, spent.tolist()):
+        r.update(rate=tokens / seconds, timed=len(tasks))
 
 
 # --------------------------------------------------------------------------------------------- statistics
@@ -159,33 +148,28 @@ def table(results, seed=0) -> str:
     """The results as Markdown. [ ] are 95% intervals: Wilson's for accuracy, else a bootstrap over problems;
     p is McNemar's, of the difference in accuracy to NTP; the window is verified decoding's, tokens of a
     forward; wall clock is tokens/s at batch 1 over NTP's."""
-    def one(key, form, unit=1):
-        return "-" if s.get(key) is None else format(unit * s[key], form)
-
-    def interval(key, form, unit=1):
-        return "{} [{}, {}]".format(*(one(key + end, form, unit) for end in ("", "_low", "_high")))
+    def shown(key, form, unit=1):
+        values = [format(unit * s[key + end], form) for end in ENDS if s.get(key + end) is not None]
+        return "{} [{}, {}]".format(*values) if len(values) == 3 else "".join(values) or "-"
 
     lines = ["| decoding | accuracy, % | mean NFE | NFE speedup | as NTP, % | p | mean window | wall clock |",
              "|---|" + "---|" * 7]
     for s in summary(results, seed):
-        cells = [s["decoding"], interval("accuracy", ".1f", 100), interval("mean_nfe", ".1f"),
-                 interval("speedup", ".2f"), one("as_ntp", ".1f", 100), one("p", ".2g"), one("window", ".1f"),
-                 one("wall_clock", ".2f")]
+        cells = [s["decoding"], shown("accuracy", ".1f", 100), shown("mean_nfe", ".1f"),
+                 shown("speedup", ".2f"), shown("as_ntp", ".1f", 100), shown("p", ".2g"),
+                 shown("window", ".1f"), shown("wall_clock", ".2f")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def plot(results, path, seed=0):
     """Accuracy against mean NFE, a line for each sampler and block size, Wilson's intervals shaded."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    lines = {}
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes, lines = figure.subplots(), {}
     for r, s in zip(results, summary(results, seed)):
-        model = s["decoding"].partition(": ")[0] + ": " if ": " in s["decoding"] else ""
-        lines.setdefault(model + label(r["cell"], bound=False), []).append(
-            (s["mean_nfe"], *(100 * s[key] for key in ("accuracy", "accuracy_low", "accuracy_high"))))
+        name = s["decoding"].removesuffix(label(r["cell"])) + label(r["cell"], bound=False)
+        lines.setdefault(name, []).append([s["mean_nfe"], *(100 * s[f"accuracy{end}"] for end in ENDS)])
     for name, points in lines.items():
         x, y, low, high = np.array(sorted(points)).T
         style, size = "k*" if name == "ntp" else "o-", 10 if len(x) == 1 else 4
@@ -194,8 +178,8 @@ def plot(results, path, seed=0):
         if len(x) == 1:
             axes.errorbar(x, y, np.stack((y - low, high - y)), color=line.get_color(), capsize=3)
     axes.set(xscale="log", xlabel="forwards a problem (mean NFE)", ylabel="accuracy, %")
-    axes.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    axes.xaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3)
     axes.legend()
     write_whole(path, lambda temporary: figure.savefig(temporary, format=path.suffix[1:], dpi=150))
@@ -203,42 +187,38 @@ def plot(results, path, seed=0):
 
 # -------------------------------------------------------------------------------- a sweep that can be resumed
 
-def compare(args, models, cells):
-    """Run the cells of every model that results.json does not hold yet, write it after each, print all."""
-    path, tasks = args.out_dir / "results.json", problems("val", args.limit or 500)
-    options, before, found = run_options(args, models, len(tasks)), {}, []
+def compare(args, tasks, models, jobs):
+    """Run the jobs (model, cell) that results.json does not hold yet, write it after each, print all."""
+    path, options, found = args.out_dir / "results.json", run_options(args, models, len(tasks)), []
     if path.exists() and not args.overwrite:
-        before, found = read_results(path, options, {name: t for name, (_, t) in models.items()}, tasks)
-    jobs = [(name, cell) for name in models for cell in cells[name]]
-    results = [r for r in found if (r["model"], r["cell"]) in jobs]
-    others = [r for r in found if r not in results]
-    if results:
-        print(f"{path} holds {len(results)} of {len(jobs)} cells: going on from there", file=sys.stderr)
+        options, found = read_results(path, options)
+    job_of = lambda r: (r["model"], r["cell"])
+    missing = [job for job in jobs if job not in map(job_of, found)]
+    if len(missing) < len(jobs):
+        print(f"{path} holds {len(jobs) - len(missing)} of {len(jobs)} cells: going on from there",
+              file=sys.stderr)
     notes = [note(name, *models[name], tasks[:64], args.seed) for name in models]
 
     def save():
+        """Write all that is found -> what was asked for, in its order."""
+        results = sorted((r for r in found if job_of(r) in jobs), key=lambda r: jobs.index(job_of(r)))
         statistics = summary(results, args.seed)
-        write_json(path, dict(options=before | options, notes=notes, summary=statistics,
-                              results=results + others))
+        content = dict(options=options, notes=notes, summary=statistics, results=found)
+        write_json(path, content | dict(checksum=checksum(content)))
         write_csv(path.with_suffix(".csv"), statistics)
+        return results
 
-    missing = [job for job in jobs if job not in [(r["model"], r["cell"]) for r in results]]
     for i, (name, cell) in enumerate(missing):
-        def progress(cell, done):
+        def progress(done):
             bar((i + done / len(tasks)) / len(missing), f"{name}: {label(cell)}", done == 0)
         result, = sweep(*models[name], tasks, [cell], args.batch_size, args.max_new_tokens, progress)
-        results.append(result | dict(model=name))
-        results.sort(key=lambda r: jobs.index((r["model"], r["cell"])))
+        found.append(result | dict(model=name))
         save()
-    timed = min(args.timed, len(tasks))
+    results, timed = save(), min(args.timed, len(tasks))
     if timed and not all(r.get("timed") == timed for r in results):
-        prompts = {name: encode(tokenizer, tasks[:timed]) for name, (_, tokenizer) in models.items()}
-        rates = clock([(models[r["model"]][0], r["cell"], prompts[r["model"]]) for r in results],
-                      args.max_new_tokens)
-        for r, rate in zip(results, rates):
-            r.update(rate=rate, timed=timed)
+        clock(models, results, tasks[:timed], args.max_new_tokens)
+        save()
     bar(1.0, "", False)
-    save()
     print(table(results, args.seed), "", *notes, sep="\n")
     print(f"{len(tasks)} problems; {path}, {path.with_suffix('.csv')}")
     if args.plot:
@@ -258,52 +238,31 @@ def run_options(args, models, num_problems):
 
 def weights_hash(model):
     """sha256, hex, of the config and the beginning of every tensor: training moves all of them."""
-    h = hashlib.sha256(repr(model.config).encode())
-    for weight in model.state_dict().values():
-        h.update(weight.flatten()[:4096].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return h.hexdigest()
+    weights = [weight.flatten()[:4096].cpu().contiguous() for weight in model.state_dict().values()]
+    parts = [repr(model.config).encode(), *(weight.view(torch.uint8).numpy() for weight in weights)]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def read_results(path, options, tokenizers, tasks):
+def checksum(content):
+    """Shows that a results file was changed or cut since `compare` wrote it."""
+    return zlib.crc32(json.dumps(content).encode())
+
+
+def read_results(path, options):
     """The options and the finished cells of an earlier run with the same options; ValueError if the file is
     damaged or another run's. Models that were not there before may join."""
     advice = "give --overwrite to start anew, or another --out_dir"
     need(path.is_file(), f"{path} is no file: {advice}")
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        models = {key: value for key, value in options.items() if key.startswith("weights of ")}
-        before = models | stored["options"]
-        differs = [key if len(str(before[key])) > 20 else f"{key} ({before[key]}, now {value})"
-                   for key, value in options.items() if before[key] != value]
-        found = [] if differs else [restored(r, before, tokenizers, tasks) for r in stored["results"]]
-        cells = [(r["model"], r["cell"]) for r in found]
-        need(all(cells.count(cell) == 1 for cell in cells), "a cell twice")
+        need(stored.pop("checksum") == checksum(stored), "damaged")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} is damaged: {advice}") from None
+    before = stored["options"]
+    differs = [key if len(str(before[key])) > 20 else f"{key} ({before[key]}, now {value})"
+               for key, value in options.items() if before.get(key, value) != value]
     need(not differs, f"{path} holds results with other {', '.join(differs)}: {advice}")
-    return before, found
-
-
-def restored(r, options, tokenizers, tasks):
-    """A stored result, nothing of it believed: every figure by problem is checked, sums are counted again.
-    Raises ValueError, KeyError or TypeError for what `compare` cannot have written."""
-    def are(kind, values, least=0, most=2**31):
-        return type(values) is list and all(type(x) is kind and least <= x <= most for x in values)
-
-    cell, outputs, nfes, right, mean = (r[key] for key in ("cell", "outputs", "nfes", "right", "window"))
-    timed = {key: r[key] for key in ("rate", "timed") if key in r}
-    o, n, tokenizer = Options(**cell), len(tasks), tokenizers.get(r["model"])
-    k = 1 if o.mode == "ntp" else o.block_size                         # a forward decides 1 to k tokens,
-    behind = k - 1 if o.mode == "sbd" else 0                           # some of them behind the end
-    good = (f"weights of {r['model']}" in options and len(outputs) == len(nfes) == len(right) == n
-            and are(bool, right) and are(int, nfes, 1)
-            and all(are(int, t) and 1 <= len(t) <= options["max_new_tokens"] for t in outputs)
-            and all(len(t) / k <= nfe <= len(t) + behind for t, nfe in zip(outputs, nfes))
-            and (mean is None or o.mode == "verified" and are(float, [mean], 1, window(k - 1, o)))
-            and (not timed or are(float, [timed["rate"]], 1e-9) and are(int, [timed["timed"]], 1, n))
-            and (not tokenizer or right == graded(tokenizer, tasks, outputs)))
-    need(good, "damaged")
-    return counted(cell, outputs, nfes, right, mean) | timed | dict(model=r["model"])
+    return before | options, stored["results"]
 
 
 def write_json(path, content):
@@ -311,19 +270,17 @@ def write_json(path, content):
 
 
 def write_csv(path, rows):
-    def write(temporary):
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
-            writer.writeheader()
-            writer.writerows(rows)
-    write_whole(path, write)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_whole(path, lambda file: file.write_bytes(text.getvalue().encode()))
 
 
 def bar(share, text, new):
     """A progress bar where stderr is a terminal, else a line for what is new."""
     if sys.stderr.isatty():
-        done = round(30 * share)
-        line = f"[{'#' * done}{'.' * (30 - done)}] {share:4.0%}  {text}" if text else ""
+        line = f"[{'#' * round(30 * share):.<30}] {share:4.0%}  {text}" if text else ""
         print("\r\033[K" + line, end="", file=sys.stderr, flush=True)
     elif new:
         print(f"{share:4.0%}  {text}", file=sys.stderr, flush=True)
@@ -335,18 +292,15 @@ def bar(share, text, new):
 def losses(model, batches, block_size, eta, seed=0):
     """Mean NTP and MATP losses in nats over the targets of Batches, each token masked with probability eta.
     Stop copies are noise but no targets. All block sizes have the same noise and so the same MATP targets."""
-    sums, counts = [0.0, 0.0], [0, 0]
+    sums, counts = np.zeros(2), np.zeros(2)
     for i, b in enumerate(batches):
         b = b.to(model.lm_head.weight.device)
-        ntp_mask = targets(b, 1)[1]
-        noise = lambda: torch.Generator(b.tokens.device).manual_seed((seed << 32) + i)
-        result = sbd_loss(model, b.tokens, block_size, b.loss_mask, ntp_mask, b.doc_ids, eta=eta,
-                          generator=noise())
-        is_masked = mask_tokens(b.tokens, model.config.mask_id, eta, noise())[1]
-        n = int(ntp_targets(b.tokens, ntp_mask, b.doc_ids).sum()), int((is_masked & b.loss_mask).sum())
-        sums = [s + float(mean) * c for s, mean, c in zip(sums, (result.ntp, result.matp), n)]
-        counts = [c + m for c, m in zip(counts, n)]
-    return [s / max(c, 1) for s, c in zip(sums, counts)]
+        noise = torch.Generator(b.tokens.device).manual_seed((seed << 32) + i)
+        r = sbd_loss(model, b.tokens, block_size, b.loss_mask, targets(b, 1)[1], b.doc_ids, eta=eta,
+                     generator=noise)
+        n = np.array([int(r.num_ntp), int(r.num_matp)])
+        sums, counts = sums + n * [float(r.ntp), float(r.matp)], counts + n
+    return (sums / counts.clip(1)).tolist()
 
 
 def verdict(name, batches, ntp, matp):
@@ -376,10 +330,10 @@ def note(name, model, tokenizer, problems, seed):
     return verdict(name, batches, *losses(model, batches, 2, 0.5, seed))
 
 
-def likelihood(args, name, model, tokenizer):
+def likelihood(args, data, name, model, tokenizer):
     """Validation NTP loss, and MATP loss by block size and share of masked tokens."""
     need_mask(model.config, name)
-    data, context = Dataset(data_folder(args), args.split), model.config.max_position_embeddings
+    context = model.config.max_position_embeddings
     need(data.meta["tokenizer_hash"] == tokenizer.hash and data.vocab_size <= model.config.vocab_size,
          f"{data.dir} was tokenized with another vocabulary ({data.meta['tokenizer']}) than {name}'s: "
          f"prepare it with --tokenizer={model.folder}")
@@ -387,13 +341,12 @@ def likelihood(args, name, model, tokenizer):
     rows = pack(data, args.seq_len, max(BLOCKS) - 1, args.seed)
     parts = torch.arange(min(len(rows), args.limit or 64)).split(args.batch_size)
     batches = [batch(rows, part.tolist()) for part in parts]
-    found = {}
-    for k in BLOCKS:
-        for share in SHARES:
-            bar(len(found) / (len(BLOCKS) * len(SHARES)), f"block size {k}, {share:.0%} masked", True)
-            found[k, share] = losses(model, batches, k, share, args.seed)
+    found, cases = {}, [(k, share) for k in BLOCKS for share in SHARES]
+    for k, share in cases:
+        bar(len(found) / len(cases), f"block size {k}, {share:.0%} masked", True)
+        found[k, share] = losses(model, batches, k, share, args.seed)
     bar(1.0, "", False)
-    ntp, matp = found[BLOCKS[0], SHARES[0]][0], found[2, 0.5][1]
+    ntp, matp = found[cases[0]][0], found[2, 0.5][1]
     about = [f"NTP loss {ntp:.4f} nats a token, {args.split} split of {data.dir}, {sum(map(len, parts))} "
              f"rows of {args.seq_len} tokens", verdict(name, batches, ntp, matp)]
     print(*about, "MATP loss, nats a masked token:", sep="\n")
@@ -404,10 +357,6 @@ def likelihood(args, name, model, tokenizer):
     rows = [dict(block_size=k, share=share, ntp=a, matp=b) for (k, share), (a, b) in found.items()]
     write_json(args.out_dir / "likelihood.json", dict(notes=about, results=rows))
     write_csv(args.out_dir / "likelihood.csv", rows)
-
-
-def data_folder(args):
-    return Path(args.dataset) if Path(args.dataset).is_dir() else HERE / "data" / args.dataset
 
 
 # ------------------------------------------------------------------------------------------- command line
@@ -447,7 +396,7 @@ def asked(args):
     given = {name: getattr(args, name) for name in CELL if hasattr(args, name)}
     if not given:
         return None
-    cell = dict(mode="sbd" if given.keys() & set(SBD_ONLY) else "verified") | given
+    cell = dict(mode="sbd" if ["sbd"] in map(USED_BY.get, given) else "verified") | given
     Options(**cell)
     return NTP if cell["mode"] == "ntp" else cell
 
@@ -462,38 +411,38 @@ def open_folder(path):
 
 
 def check(args):
-    """What can be refused before a model is loaded."""
+    """What can be refused before a model is loaded -> the word problems, or the Dataset of --dataset."""
     need_between(args, limit=(1, 10**6), timed=(0, 10**6), max_new_tokens=(1, 10**6), batch_size=(1, 4096),
                  seed=(0, 2**31 - 1), seq_len=(2, 10**6))
     need(args.dataset != "", "--dataset is empty: wanted a folder, or NAME for data/NAME")
     need(not (args.plot and args.dataset), "--plot draws the sweep: it does not go with --dataset")
     if args.dataset:
-        Dataset(data_folder(args), args.split)
+        folder = Path(args.dataset)
+        data = Dataset(folder if folder.is_dir() else HERE / "data" / folder, args.split)
     else:
-        problems("val", args.limit or 500)                             # refuses more than there are
+        data = problems("val", args.limit or 500)                      # refuses more than there are
     open_folder(args.out_dir)
     check_plot(args.plot)
+    return data
 
 
 def main(argv=None):
     args = parse(argv)
-    cell = asked(args)
-    check(args)
+    cell, data = asked(args), check(args)
     sbd, verified = HERE / "checkpoints/tiny-sbd", HERE / "checkpoints/tiny-verified"
     first = verified if cell and cell["mode"] == "verified" and verified.exists() else sbd
     model, tokenizer = load_model(args, first)
     name = Path(args.init_from or model.folder).name
     if args.dataset:
-        return likelihood(args, name, model, tokenizer)
-    models, cells = {name: (model, tokenizer)}, {name: FULL if args.full else CELLS}
-    if cell:
-        cells[name] = [NTP] + [cell] * (cell != NTP)
-    elif not args.init_from and verified.exists():
+        return likelihood(args, data, name, model, tokenizer)
+    models, cells = {name: (model, tokenizer)}, FULL if args.full else CELLS
+    jobs = [(name, c) for c in ([NTP] + [cell] * (cell != NTP) if cell else cells)]
+    if not cell and not args.init_from and verified.exists():
         second = Llama.from_pretrained(verified, args.device, model.lm_head.weight.dtype)
         models[verified.name] = second, Tokenizer.from_pretrained(verified)
-        cells[verified.name] = [NTP, *(c | dict(block_size=32) for c in VERIFIED)]
-    cells |= {name: [NTP] for name in models if models[name][0].config.mask_id is None}
-    compare(args, models, cells)
+        jobs += [(verified.name, c) for c in (NTP, *(c | dict(block_size=32) for c in VERIFIED))]
+    jobs = [(name, c) for name, c in jobs if c == NTP or models[name][0].config.mask_id is not None]
+    compare(args, data, models, jobs)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ Shapes: B batch, W window (new tokens of one forward), k block, T = B * W. Units
     python roofline.py                                      Tables 3 and 4, both ways
     python roofline.py --model llama3.1-70b --device H200 --batch 8 --kv_len 32768
 """
-from cli import check_plot, need, parser, run
+from cli import check_plot, need, need_between, parser, run
 
-import functools
+import bisect
+import itertools
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ DEVICES = {
     "B200": Device(8e12, 2250e12, 4500e12),                 # NVIDIA HGX B200 datasheet, one GPU at 1000 W
 }
 PAPER = DEVICES["H100 paper"]
+LLAMA = LlamaConfig.from_pretrained("llama3.1-8b")   # what the paper measures; FFN 14336, in Fig. 11 4 * 4096
 MAX_WINDOW = 4096                # no search looks at longer windows
 FREE = 1.05                      # a window is free while its slowdown is under this
 
@@ -96,13 +98,7 @@ def published_parts(window, kv_len, batch):
     ]
 
 
-@functools.cache
-def paper_config():
-    """The corrected model's default, what the paper measures: Llama-3.1-8B (FFN 14336; Fig. 11: 4 * 4096)."""
-    return LlamaConfig.from_pretrained("llama3.1-8b")
-
-
-def forward_parts(window, kv_len, batch, config=None, device=PAPER, weight_bytes=1, kv_bytes=1, act_bytes=1,
+def forward_parts(window, kv_len, batch, config=LLAMA, device=PAPER, weight_bytes=1, kv_bytes=1, act_bytes=1,
                   logits=None, causal=False):
     """What one forward of `window` new tokens behind `kv_len` cached ones, on `batch` rows, really does.
 
@@ -112,10 +108,9 @@ def forward_parts(window, kv_len, batch, config=None, device=PAPER, weight_bytes
     FP8 rate if weights and activations have one byte and the device has FP8, else, as attention, at BF16's.
     """
     check_window(window, kv_len, batch)
-    c = config or paper_config()
-    hidden, ffn, layers = c.hidden_size, c.intermediate_size, c.num_hidden_layers
-    q_width, kv_width = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    T = window * batch
+    hidden, ffn, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    q_width, kv_width, T = heads * config.head_dim, kv_heads * config.head_dim, window * batch
     peak = device.fp8 if device.fp8 and max(weight_bytes, act_bytes) <= 1 else device.bf16
 
     def linear(name, n_in, n_out, tokens=T, out_bytes=act_bytes, count=layers):
@@ -136,14 +131,14 @@ def forward_parts(window, kv_len, batch, config=None, device=PAPER, weight_bytes
         linear("gate_proj", hidden, ffn),
         linear("up_proj", hidden, ffn),
         linear("down_proj", ffn, hidden),
-        linear("lm_head", hidden, c.vocab_size, tokens=read, count=1),
+        linear("lm_head", hidden, config.vocab_size, tokens=read, count=1),
     ]
 
 
 def forward_time(window, kv_len, batch, published=False, **case):
     """Seconds of one forward. case: config, device, widths ... of forward_parts; published, there is none."""
-    parts = published_parts if published else functools.partial(forward_parts, **case)
-    return sum(p.time for p in parts(window, kv_len, batch))
+    parts, case = (published_parts, {}) if published else (forward_parts, case)
+    return sum(p.time for p in parts(window, kv_len, batch, **case))
 
 
 def slowdown(block, kv_len, batch, published=False, **case):
@@ -186,11 +181,7 @@ def verified_speedup(nfe_speedup, window, kv_len, batch, **case):
 
 def last_window(holds):
     """Largest W <= MAX_WINDOW with holds(W), at least 1, of a property that holds up to some W only."""
-    low, high = 1, MAX_WINDOW + 1
-    while high - low > 1:
-        mid = (low + high) // 2
-        low, high = (mid, high) if holds(mid) else (low, mid)
-    return low
+    return 1 + bisect.bisect(range(2, MAX_WINDOW + 1), False, key=lambda window: not holds(window))
 
 
 def free_window(kv_len, batch, **case):
@@ -227,28 +218,20 @@ def end_to_end(prompt_len, new_tokens, block, nfe_speedup, batch, **case):
     return prefill_time(prompt_len, batch, **case), ntp, sbd
 
 
-KV_LENS = (16, 256, 1024, 4096, 16384, 65536, 2**20, 2**22)   # of Tables 3 and 4
-
-
 def print_tables():
     """Tables 3 and 4, every cell as published/corrected, and what the difference means."""
-    def row(label, function, blocks, *args):
-        cells = [(function(k, *args, published=True), function(k, *args)) for k in blocks]
-        print(label + "".join(f"{published:8.3f}/{corrected:.3f}" for published, corrected in cells))
+    kv_lens = (16, 256, 1024, 4096, 16384, 65536, 2**20, 2**22)
 
-    def head(title, blocks):
+    def print_table(title, function, blocks, batches, nfes):
         print(f"{title}, published/corrected")
         print("batch  NFE       KV" + "".join(f"{f'block {k}':>14}" for k in blocks))
+        for batch, nfe, kv_len in itertools.product(batches, nfes, kv_lens):
+            at = (kv_len, batch) if nfe == "-" else (nfe, kv_len, batch)
+            cells = [f"{function(k, *at, published=True):8.3f}/{function(k, *at):.3f}" for k in blocks]
+            print(f"{batch:5} {nfe:>4} {kv_len:8}" + "".join(cells))
 
-    head("Table 3: slowdown of a forward", (1, 2, 4, 8, 16, 32, 64))
-    for batch in (1, 4, 8, 16):
-        for kv_len in KV_LENS:
-            row(f"{batch:5}    - {kv_len:8}", slowdown, (1, 2, 4, 8, 16, 32, 64), kv_len, batch)
-    head("\nTable 4: wall-clock speedup", (8, 16, 32, 64))
-    for batch in (1, 4, 8):
-        for nfe in (2, 4, 8):
-            for kv_len in KV_LENS:
-                row(f"{batch:5} {nfe:4} {kv_len:8}", speedup, (8, 16, 32, 64), nfe, kv_len, batch)
+    print_table("Table 3: slowdown of a forward", slowdown, (1, 2, 4, 8, 16, 32, 64), (1, 4, 8, 16), ("-",))
+    print_table("\nTable 4: wall-clock speedup", speedup, (8, 16, 32, 64), (1, 4, 8), (2, 4, 8))
     at_256, at_1m = ([f"{slowdown(16, kv_len, b):.3f}" for b in (1, 16)] for kv_len in (256, 2**20))
     wide = [f"{slowdown(64, 65536, 1, published=p):.3f}" for p in (False, True)]
     worth = [f"{speedup(64, 4, 65536, 1, published=p):.2f}" for p in (False, True)]
@@ -292,10 +275,9 @@ has all {widest} tokens
 
 def plot(path, title, case):
     """Slowdown against block size, a panel a batch and a curve a KV length; the dot is the knee."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, panels = plt.subplots(1, 3, figsize=(13, 4), sharey=True, layout="constrained")
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
     for axes, batch in zip(panels, (1, 4, 16)):
         for color, kv_len in zip(("C0", "C1", "C2", "C3"), (1024, 16384, 65536, 262144)):
             ks = range(1, 513)
@@ -342,9 +324,7 @@ def main(argv=None):
     args = parse(argv)
     device = {name.lower(): d for name, d in DEVICES.items()}.get(args.device.lower())
     need(device, f"unknown device {args.device!r}, wanted one of: {', '.join(DEVICES)}")
-    for name, (least, most, _, _) in SIZES.items():
-        given = getattr(args, name)
-        need(given is None or least <= given <= most, f"--{name} {given}: wanted {least} to {most}")
+    need_between(args, **{name: bounds for name, (*bounds, _, _) in SIZES.items()})
     need(0 < args.nfe_speedup <= args.block_size, f"--nfe_speedup {args.nfe_speedup:g}: wanted above 0 and "
                                                   f"at most the block size, {args.block_size}")
     check_plot(args.plot)

@@ -59,12 +59,10 @@ def record(step):
 def show_block(step, tokenizer, color: bool) -> str:
     """One line: the block after a forward, what it revealed marked."""
     new, cells = {position for position, _ in step.revealed}, []
+    marked, plain = ("\033[1;32m{}\033[0m", "{}") if color else ("[{}]", " {} ")
     for position, token in enumerate(step.block or step.final, step.start):
         text = "···" if token is None else "".join(map(visible, tokenizer.decode([token])))
-        if color:
-            cells.append(f"\033[1;32m{text}\033[0m" if position in new else text)
-        else:
-            cells.append(f"[{text}]" if position in new else f" {text} ")
+        cells.append((marked if position in new else plain).format(text))
     return f"forward {step.row.nfe:3d}  " + ("|" if color else "").join(cells)
 
 
@@ -117,14 +115,6 @@ def read(steps, tokenizer):
         return Cell(texts[p], "next" if p in nexts else kind, f"c{nfe % 6}" if kind != "behind" else "",
                     f"forward {nfe}, position {p}, token {token}{why}", token, nfe)
 
-    def not_kept(s, j, text):
-        if s.row.done:
-            why = "not checked: the text ends here" if len(s.final) == 1 else "behind the end"
-        else:
-            why = "rejected" if j == s.accepted else "behind the rejected token"
-        kind, token = "rejected" if why == "rejected" else "behind", s.drafted[j]
-        return Cell(text, kind, "", f"draft {j + 1}, token {token}, {why}", token)
-
     lines = []
     for s in steps:
         if s.block:                                                # sbd
@@ -132,14 +122,17 @@ def read(steps, tokenizer):
                          "new" if (p, token) in s.revealed else "old")
                     for p, token in enumerate(s.block, s.start)]
         else:                                         # the next token, accepted drafts; then the other drafts
-            n = len(s.final)
-            rest = spell(s.final + s.drafted[n - 1:], tokenizer)[n:]
+            n, done = len(s.final), s.row.done
             line = [cell(s.start + i) for i in range(n)]
-            line += [not_kept(s, j, text) for j, text in enumerate(rest, n - 1)]
-        if any(c.kind == "rejected" for c in line):
-            own = s.row.next
-            text = spell([own], tokenizer)[0]
-            line.append(Cell(text, "fix", "", f"the model's own token there, {own}", own))
+            rest = spell(s.final + s.drafted[n - 1:], tokenizer)[n:]
+            for j, (text, token) in enumerate(zip(rest, s.drafted[n - 1:]), n):
+                kind, why = ("rejected",) * 2 if j == n else ("behind", "behind the rejected token")
+                if done:
+                    kind, why = "behind", "not checked: the text ends here" if n == 1 else "behind the end"
+                line.append(Cell(text, kind, "", f"draft {j}, token {token}, {why}", token))
+            if rest and not done:
+                text, own = spell([s.row.next], tokenizer)[0], s.row.next
+                line.append(Cell(text, "fix", "", f"the model's own token there, {own}", own))
         lines.append(line)
     return [cell(p) for p in range(len(tokens))], lines
 
@@ -190,13 +183,12 @@ def section(steps, text, lines, title, mode) -> str:
     """One sample as HTML: the text, tokens per forward, the line of each forward."""
     nfe, made = len(steps), Counter(c.forward for c in text)
     top = max(made.values(), default=1)
-    spans, before = [], None
-    for c in text:
+    spans = []
+    for before, c in zip([None, *text], text):
         shown = escape(c.text).replace("⏎", "⏎<br>")
         run = "" if before and before.forward == c.forward else " run"
         spans.append(f'<span class="{c.color} {c.kind}{run}" data-forward="{c.forward}" '
                      f'data-token="{c.token}" title="{escape(c.title)}">{shown}</span>')
-        before = c
     bars = "".join(f'<rect class="c{n % 6}" data-forward="{n}" x="{n - 1}" y="{top - made[n]}" width=".86" '
                    f'height="{made[n]}"><title>forward {n}: {made[n]} tokens</title></rect>'
                    for n in range(1, nfe + 1))
@@ -211,22 +203,15 @@ def section(steps, text, lines, title, mode) -> str:
 
 HEAD = ' xmlns="http://www.w3.org/2000/svg">' + f"<style>{STYLE}</style>" + \
     '<rect class="page" width="100%" height="100%" rx="8"/>'   # what makes a drawing a file of its own
-PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
-<title>{mode} decoding, forward by forward</title><style>{style}</style></head>
-<body class="page ink"><p class="text dim">{asked}</p>{sections}<script>{script}</script></body></html>
-"""
 
 
-def titled(text, sample, options) -> str:
+def titled(sample, options) -> str:
     """How a sample was decoded, and in how many forwards."""
     bound = options["sampler"] if options["sampler"] in options else "gamma"
     names = dict(sbd=["block_size", "sampler", bound], verified=["block_size", "hedges"], ntp=[])
     names = names[options["mode"]] + ["temperature", "top_k", "top_p", "seed"] * (options["temperature"] > 0)
     how = [options["mode"]] + [f"{name} {options[name]}" for name in names if options[name] is not None]
-    n, nfe = len(text), len(sample)
+    n, nfe = sum(len(s.final) for s in sample), len(sample)
     return f"{', '.join(how)}: {n} tokens in {nfe} forwards, NFE speedup {n / nfe:.2f}"
 
 
@@ -234,19 +219,21 @@ def write(path, prompt, steps, tokenizer, options) -> None:
     """All samples as a page, or the first as a picture. prompt: its ids; steps: what `record` kept; options:
     decode's."""
     need(steps, "--trace: no forward was run, there is nothing to show")
-    mode, asked, sections = options["mode"], "".join(spell(prompt, tokenizer)), []
-    indices = sorted({s.row.index for s in steps})
-    for index in indices if path.suffix == ".html" else indices[:1]:
-        sample = [s for s in steps if s.row.index == index]
-        text, lines = read(sample, tokenizer)
-        title = titled(text, sample, options)
-        if path.suffix == ".svg":
-            head = [title, *textwrap.wrap(asked.strip("⏎"), WIDTH)]
-            content = draw(sample, lines, mode, head).replace(">", HEAD, 1)
-        else:
-            name = f"Sample {index + 1}: " if len(indices) > 1 else ""
-            sections.append(section(sample, text, lines, name + title, mode))
-    if path.suffix == ".html":
-        content = PAGE.format(mode=mode, style=STYLE + PAGE_STYLE, script=REPLAY, sections="".join(sections),
-                              asked=escape(asked).replace("⏎", "⏎<br>"))
+    mode, asked = options["mode"], "".join(spell(prompt, tokenizer))
+    samples = [[s for s in steps if s.row.index == i] for i in sorted({s.row.index for s in steps})]
+    if path.suffix == ".svg":
+        head = [titled(samples[0], options), *textwrap.wrap(asked.strip("⏎"), WIDTH)]
+        content = draw(samples[0], read(samples[0], tokenizer)[1], mode, head).replace(">", HEAD, 1)
+    else:
+        names = [f"Sample {s[0].row.index + 1}: " if len(samples) > 1 else "" for s in samples]
+        sections = [section(s, *read(s, tokenizer), name + titled(s, options), mode)
+                    for s, name in zip(samples, names)]
+        content = f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<title>{mode} decoding, forward by forward</title><style>{STYLE}{PAGE_STYLE}</style></head>
+<body class="page ink"><p class="text dim">{escape(asked).replace("⏎", "⏎<br>")}</p>{"".join(sections)}\
+<script>{REPLAY}</script></body></html>
+"""
     write_whole(path, lambda temporary: temporary.write_text(content, encoding="utf-8"))

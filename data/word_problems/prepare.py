@@ -17,16 +17,15 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
-from cli import need, parser, run
+from cli import need, need_between, need_package, parser, run
 
-import importlib.util
 import json
 import random
 import re
 from dataclasses import dataclass
 
 from data.bin import write_set
-from tokenizer import Tokenizer
+from tokenizer import ALPHABET, Tokenizer
 
 SEED, SIZES = 1234, {"train": 200_000, "val": 2_000}
 EOS, MASK = "<|endoftext|>", "<|mask|>"
@@ -162,15 +161,15 @@ def problem(rng):
 
 def problems(split="val", n=None):
     """The first n (default: all) problems of a split, always the same; no question is in both splits."""
-    need(split != "val" or n is None or n <= SIZES["val"], f"{n} held-out problems: there are {SIZES['val']}")
-    seen = {p.prompt for p in problems("val")} if split == "train" else set()
-    rng, out = random.Random(f"{SEED} {split}"), []
-    while len(out) < (SIZES[split] if n is None else n):
+    n = SIZES[split] if n is None else n
+    need(split != "val" or n <= SIZES["val"], f"{n} held-out problems: there are {SIZES['val']}")
+    held_out = {p.prompt for p in problems("val")} if split == "train" else ()
+    rng, found = random.Random(f"{SEED} {split}"), {}
+    while len(found) < n:
         p = problem(rng)
-        if p.prompt not in seen:
-            seen.add(p.prompt)
-            out.append(p)
-    return out
+        if p.prompt not in held_out:
+            found.setdefault(p.prompt, p)
+    return list(found.values())
 
 
 def grade(problem, text):
@@ -192,14 +191,12 @@ def train_tokenizer(dir, vocab_size=512):
     bpe = rustbpe.Tokenizer()
     texts = (p.prompt + p.solution for p in problems("train", 20_000))
     bpe.train_from_iterator(texts, vocab_size - 2, pattern=PATTERN)
-    ranks = {bytes(token): rank for token, rank in bpe.get_mergeable_ranks()}
-    # GPT-2's names for bytes: printable ones stand for themselves, the others move up to 256 and beyond
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    name = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    ranks = {bytes(token): rank
+             for token, rank in sorted(bpe.get_mergeable_ranks(), key=lambda item: item[1])}
+    name = {byte: character for character, byte in ALPHABET.items()}
     show = lambda token: "".join(name[b] for b in token)
     merges = []
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+    for token, rank in ranks.items():
         parts = [bytes([b]) for b in token]
         while len(parts) > 2:                       # merge it with the ranks below its own: two parts remain
             pairs = [ranks.get(x + y, rank) for x, y in zip(parts, parts[1:])]
@@ -212,21 +209,16 @@ def train_tokenizer(dir, vocab_size=512):
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
     split = dict(type="Split", pattern={"Regex": PATTERN}, behavior="Isolated", invert=False)
     model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None,
-                 end_of_word_suffix=None,
-                 fuse_unk=False, byte_fallback=False, ignore_merges=False,
-                 vocab={show(token): rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])},
-                 merges=merges)
-    save(dir / "tokenizer.json",
-         dict(version="1.0", truncation=None, padding=None, added_tokens=special, normalizer=None,
-              pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]), post_processor=None,
-              decoder=byte_level, model=model))
-    save(dir / "tokenizer_config.json",
-         dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=EOS, mask_token=MASK,
-              clean_up_tokenization_spaces=False, model_max_length=1 << 20))
-
-
-def save(path, content):
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+                 end_of_word_suffix=None, fuse_unk=False, byte_fallback=False, ignore_merges=False,
+                 vocab={show(token): rank for token, rank in ranks.items()}, merges=merges)
+    tokenizer = dict(version="1.0", truncation=None, padding=None, added_tokens=special, normalizer=None,
+                     pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]),
+                     post_processor=None, decoder=byte_level, model=model)
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=EOS, mask_token=MASK,
+                  clean_up_tokenization_spaces=False, model_max_length=1 << 20)
+    for file, content in (("tokenizer.json", tokenizer), ("tokenizer_config.json", config)):
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        (dir / file).write_text(text, encoding="utf-8")
 
 
 # ------------------------------------------------------------------------------------ the data set
@@ -250,10 +242,9 @@ def main(argv=None):
     p.add_argument("--train_tokenizer", action="store_true",
                    help="train tokenizer.json again first (always the same file; needs rustbpe)")
     args = p.parse_args(argv)
-    for name, most in (("num_train", 10 * SIZES["train"]), ("num_val", SIZES["val"])):
-        need(1 <= getattr(args, name) <= most, f"--{name} {getattr(args, name)}: wanted 1 to {most}")
+    need_between(args, num_train=(1, 10 * SIZES["train"]), num_val=(1, SIZES["val"]))
+    need_package(args.train_tokenizer, "--train_tokenizer", "rustbpe", "rustbpe")
     if args.train_tokenizer:
-        need(importlib.util.find_spec("rustbpe"), "--train_tokenizer needs rustbpe: pip install rustbpe")
         train_tokenizer(HERE)
     tokenizer = Tokenizer.from_pretrained(HERE)
     splits = {split: documents(problems(split, n), tokenizer, args.loss_on_prompt)
