@@ -191,7 +191,8 @@ def base_of(name_or_dir, adapter=None):
         folder = steps[-1]
     about = read_about(folder)
     base = about["base"] if adapter is None else name_or_dir
-    need(os.path.isdir(base) or not os.path.isabs(base), f"{folder}: its base {base} is not there: give --base")
+    there = os.path.isdir(base) or not os.path.isabs(base)   # or a name of the hub
+    need(there, f"{folder}: its base {base} is not there: give --base")
     return base, folder, about["mask_id"]
 
 

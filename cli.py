@@ -140,10 +140,11 @@ def load_model(args, default=None):
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     need(args.init_from or not args.base, "--base without --init_from: name an adapter's folder there")
     adapter = args.init_from if args.base else None
-    model = Llama.from_pretrained(args.base or args.init_from or default, device, dtype, args.mask_id, adapter)
+    name = args.base or args.init_from or default
+    model = Llama.from_pretrained(name, device, dtype, args.mask_id, adapter)
     if getattr(args, "mode", None) == "sbd" and model.adapter and not model.adapter.get("place0"):
-        print(f"{args.init_from} was not trained at place 0 of a block, which --mode=sbd reads: use --mode="
-              "verified, or train with --place0 --targets=data --full_mask_prob=0.5", file=sys.stderr)
+        print(f"{args.init_from} was not trained at place 0 of a block, which --mode=sbd reads: use "
+              "--mode=verified, or train with --place0 --targets=data --full_mask_prob=0.5", file=sys.stderr)
     return model, Tokenizer.from_pretrained(model.folder)
 
 

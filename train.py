@@ -12,6 +12,7 @@ Shapes: B batch_size, L seq_len, R rows of a step, k block size.
 """
 from cli import PUBLISHED, need, need_mask, open_device, parser, run
 
+import argparse
 import contextlib
 import math
 import os
@@ -254,11 +255,11 @@ def open_run(args, data, val, source, config, tokenizer) -> Run:
 def load(args, source, config) -> Llama:
     """The model, with float32 weights; or its base in --base_dtype and a float32 adapter."""
     if args.adapter_rank:
-        dtype = getattr(torch, args.base_dtype)
-        model = Llama.from_pretrained(args.init_from, args.device, dtype, config.mask_id)
+        base, started, _ = adapter.base_of(args.init_from)
+        model = Llama.from_pretrained(base, args.device, getattr(torch, args.base_dtype), config.mask_id)
         torch.manual_seed(args.seed)
-        if args.resume:
-            adapter.load(model, source, torch.float32)
+        if args.resume or started:
+            adapter.load(model, source if args.resume else started, torch.float32)
         else:
             adapter.attach(model, args.adapter_rank, args.adapter_alpha or None)
     elif source:
@@ -319,7 +320,7 @@ def write_model(model, args, files, folder, dtype=None):
     if args.adapter_rank:
         names = "full_mask_prob", "place0", "targets", "block_size_max"
         about = {name: getattr(args, name) for name in names}
-        return adapter.save(model, folder, dtype, base=args.init_from, **about)
+        return adapter.save(model, folder, dtype, base=adapter.base_of(args.init_from)[0], **about)
     (model if dtype is None else model.to(dtype)).save_pretrained(folder)
     for name, content in files.items():
         write_whole(folder / name, lambda path: path.write_bytes(content))
@@ -470,6 +471,7 @@ def check(args):
     for name, (least, most, *_) in NUMBERS.items():
         given = getattr(args, name)
         need(least <= given <= most, f"--{name} {given}: wanted {least} to {most}")
+    need(not args.adapter_rank or args.objective == "sbd", "--adapter_rank learns the sbd objective, not ntp")
     need(args.block_size_min <= args.block_size_max,
          f"--block_size_min {args.block_size_min} is more than --block_size_max {args.block_size_max}")
 
@@ -520,6 +522,10 @@ def find(args):
     folder = folder and find_folder(folder, weights=False)
     need(not (args.overwrite and source and folder.resolve().is_relative_to(args.out_dir.resolve())),
          f"--overwrite would remove what --init_from {args.init_from} names: give another --out_dir")
+    started = adapter.base_of(args.init_from)[1]   # an adapter to go on from
+    rank = adapter.read_about(started)["rank"] if started else args.adapter_rank
+    need(rank == args.adapter_rank,
+         f"--adapter_rank {args.adapter_rank}: --init_from is an adapter of rank {rank}")
     config = LlamaConfig.from_pretrained(source or args.init_from)
     config = config if args.mask_id is None else replace(config, mask_id=args.mask_id)
     if args.objective == "sbd":
@@ -563,6 +569,10 @@ def main(argv=None):
               f"{args.max_steps} of {args.batch_size * args.grad_accum} x {args.seq_len} tokens, "
               f"{args.device} {args.dtype}, into {args.out_dir}", flush=True)
         # The first Ctrl-C or SIGTERM ends the run after the step at hand, a second one at once.
+        if args.adapter_rank and opened.val_rows and not args.resume:
+            plain = argparse.Namespace(**vars(args) | dict(objective="ntp"))
+            ntp, _ = validate(opened.model, plain, opened.val_rows)
+            print(f"validation ntp {ntp:.4f}: the base model's, and so it stays", flush=True)
         stop = opened.stop
         on_signals(lambda number, frame: exit_at_once(number, frame) if stop else stop.append(number))
         train(opened, args)

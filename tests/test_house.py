@@ -14,8 +14,9 @@ TRACKED = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=T
 FILES = [name for name in TRACKED or map(str, (p.relative_to(ROOT) for p in ROOT.glob("[!.]*/**/*.py")))
          if (ROOT / name).exists()]
 OURS = [name for name in FILES if not name.startswith("tests/")]
-COMMANDS = {"train", "generate", "eval", "harness", "bench", "speculative", "kernels.check"}
-CONCEPTS = {"model", "hf", "sbd_loss", "eb_sampler", "kv_cache", "roofline", "tokenizer", "data.bin", "view"}
+COMMANDS = {"train", "generate", "eval", "harness", "bench", "speculative", "acceptance",
+            "kernels.check"}
+CONCEPTS = {"model", "hf", "adapter", "sbd_loss", "eb_sampler", "kv_cache", "roofline", "tokenizer", "data.bin", "view"}
 ALGORITHMS = ("Eq.", "Fig.", "Algorithm", "Method section", "Table")   # how the docstring of one begins
 
 
@@ -59,7 +60,7 @@ def test_algorithms_fit_forty_lines_and_say_what_they_implement():
              if (ast.get_docstring(f) or "").startswith(ALGORITHMS)}
     assert not {where: n for where, n in found.items() if n > 40}
     for name, wanted in {"generate.py": {"decode", "sbd_step", "verified_step"}, "train.py": {"train"},
-                         "sbd_loss.py": {"mask_tokens", "sbd_attention_mask", "sbd_loss"},
+                         "sbd_loss.py": {"mask_tokens", "sbd_attention_mask", "sbd_loss", "adapter_loss"},
                          "eb_sampler.py": {"eb_select", "eb_confidence_select"},
                          "kv_cache.py": {"window_rule"}, "roofline.py": {"slowdown", "speedup"}}.items():
         assert wanted <= {f for file, f in found if file == name}, name
