@@ -35,8 +35,7 @@ FILES = {".bin": np.uint32, ".mask.bin": np.uint8, ".docs.bin": np.int64}
 def write_split(files, split, documents, stop_ids, vocab_size):
     """Streams (ids, loss_mask) pairs into the open files {name: file}. Returns counts.
 
-    Raises ValueError at an empty document, a mask of another length, an id outside the vocabulary, or where
-    there is nothing to learn.
+    Raises ValueError at an empty document, a mask of another length, a foreign id, or without any target.
     """
     tokens = targets = count = 0
     for ids, mask in documents:
