@@ -32,82 +32,58 @@ FILES = {".bin": np.uint32, ".mask.bin": np.uint8, ".docs.bin": np.int64}
 
 # ---------------------------------------------------------------------------------------- writing
 
-def write_split(dir, split, documents, stop_ids, vocab_size):
-    """Streams (ids, loss_mask) pairs to temporary files; write_meta puts them in place. Returns counts.
+def write_split(files, split, documents, stop_ids, vocab_size):
+    """Streams (ids, loss_mask) pairs into the open files {name: file}. Returns counts.
 
-    Raises ValueError at an empty document, a mask of another length, or an id outside the vocabulary.
+    Raises ValueError at an empty document, a mask of another length, a foreign id, or without any target.
     """
     tokens = targets = count = 0
-    stop_ids = set(stop_ids)
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open(temporary(dir, split + end), "wb", buffering=1 << 20))
-                 for end in FILES]
-        for ids, mask in documents:
-            ids, mask = np.asarray(ids, np.int64), np.asarray(mask, bool)
-            if not len(ids) or len(mask) != len(ids):
-                raise ValueError(f"document {count}: {len(ids)} ids and {len(mask)} mask entries")
-            if ids.min() < 0 or ids.max() >= vocab_size:
-                raise ValueError(f"document {count}: an id outside the vocabulary of {vocab_size}")
-            doc = np.array([tokens, int(ids[-1]) in stop_ids])
-            for file, array, dtype in zip(files, (ids, mask, doc), FILES.values()):
-                file.write(array.astype(dtype).tobytes())
-            tokens, targets, count = tokens + len(ids), targets + int(mask.sum()), count + 1
-        for file in files:
-            file.flush()
-            os.fsync(file.fileno())
+    for ids, mask in documents:
+        ids, mask = np.asarray(ids, np.int64), np.asarray(mask, bool)
+        need(0 < len(ids) == len(mask), f"document {count}: {len(ids)} ids and {len(mask)} mask entries")
+        need(0 <= ids.min() and ids.max() < vocab_size,
+             f"document {count}: an id outside the vocabulary of {vocab_size}")
+        doc = np.array([tokens, int(ids[-1]) in stop_ids])
+        for (end, dtype), array in zip(FILES.items(), (ids, mask, doc)):
+            files[split + end].write(array.astype(dtype).tobytes())
+        tokens, targets, count = tokens + len(ids), targets + int(mask.sum()), count + 1
+    need(targets, f"split {split}: nothing to learn from ({count} documents)")
     return {"tokens": tokens, "documents": count, "targets": targets}
-
-
-def temporary(dir, name):
-    """Where this process writes the file of that name, until it is whole."""
-    return Path(dir) / f"{name}.{os.getpid()}.tmp"
-
-
-def write_meta(dir, counts, **about):
-    """Puts the written splits {split: counts} in place; meta.json is the last file to appear.
-
-    Without meta.json nothing loads: a kill before this call leaves the old set, one during it none.
-    """
-    dir = Path(dir)
-    with open(temporary(dir, "meta.json"), "w") as file:
-        json.dump(about | {"splits": counts}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    (dir / "meta.json").unlink(missing_ok=True)
-    for split in counts:
-        for end in FILES:
-            os.replace(temporary(dir, split + end), dir / f"{split}{end}")
-    os.replace(temporary(dir, "meta.json"), dir / "meta.json")
-    folder = os.open(dir, os.O_RDONLY)
-    os.fsync(folder)                       # the renames themselves reach the disk
-    os.close(folder)
 
 
 def write_set(dir, splits, stop_ids, vocab_size, say=False, **about):
     """Writes a whole data set, splits = {"train": documents, "val": documents}, or leaves the old one.
 
-    about: what else meta.json should say (tokenizer, tokenizer_hash). say: print the counts, returned too.
+    All is written to temporary files, renamed at the end. meta.json, without which nothing loads, is the
+    first to go and the last to appear: a kill before the renames leaves the old set, one during them none.
+    about: what else meta.json should say (tokenizer, tokenizer_hash). say: print the counts.
     """
-    dir = Path(dir)
+    dir, stop_ids, files = Path(dir), sorted(set(stop_ids)), {}
     dir.mkdir(parents=True, exist_ok=True)
-    stop_ids = sorted(set(stop_ids))
     names = [split + end for split in splits for end in FILES] + ["meta.json"]
-    with locked(dir) as alone:
+    temporary = {name: dir / f"{name}.{os.getpid()}.tmp" for name in names}
+    with locked(dir) as alone, contextlib.ExitStack() as stack:
         for path in [path for name in names for path in dir.glob(f"{name}.*.tmp")] if alone else ():
             path.unlink()                  # of a process that was killed
-        try:
-            counts = {split: write_split(dir, split, documents, stop_ids, vocab_size)
-                      for split, documents in splits.items()}
-            for split, count in counts.items():
-                need(count["targets"],
-                     f"split {split}: nothing to learn from ({count['documents']} documents)")
-            write_meta(dir, counts, vocab_size=vocab_size, stop_ids=stop_ids, **about)
-        finally:
-            for name in names:
-                temporary(dir, name).unlink(missing_ok=True)
+        for name, path in temporary.items():
+            stack.callback(path.unlink, missing_ok=True)
+            files[name] = stack.enter_context(open(path, "wb", buffering=1 << 20))
+        counts = {split: write_split(files, split, documents, stop_ids, vocab_size)
+                  for split, documents in splits.items()}
+        meta = dict(vocab_size=vocab_size, stop_ids=stop_ids, **about, splits=counts)
+        files["meta.json"].write(json.dumps(meta, indent=1).encode())
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        (dir / "meta.json").unlink(missing_ok=True)
+        for name, path in temporary.items():
+            os.replace(path, dir / name)
+        folder = os.open(dir, os.O_RDONLY)
+        os.fsync(folder)                   # the renames themselves reach the disk
+        os.close(folder)
     for split, count in counts.items() if say else ():
         print(f"{dir}/{split}.bin:", ", ".join(f"{n:,} {name}" for name, n in count.items()))
-    return counts
 
 
 @contextlib.contextmanager
@@ -142,38 +118,36 @@ class Dataset:
 
     def __init__(self, dir, split):
         self.dir, self.split = Path(dir), split
+        path, script = self.dir / "meta.json", self.dir / "prepare.py"
+        how = f"python {script}" if script.exists() else "one of data/*/prepare.py"
+        need(path.exists(), f"no data set in {self.dir}: run {how} first")
         try:
-            need(not (self.dir / "meta.json").exists() or (self.dir / "meta.json").is_file(), "no file")
-            self.meta = json.loads((self.dir / "meta.json").read_text())
-            counts = self.meta["splits"].get(split)
+            need(path.is_file(), "no file")
+            self.meta = json.loads(path.read_text())
             self.vocab_size, self.stop_ids = self.meta["vocab_size"], self.meta["stop_ids"]
-            numbers = [self.vocab_size, *self.stop_ids, *(counts or {}).values()]
-            need(all(type(n) is int and 0 <= n < 2**63 for n in numbers) and max(self.stop_ids, default=0)
-                 < self.vocab_size and all(
-                     isinstance(self.meta.get(key), str | None) for key in ("tokenizer", "tokenizer_hash")),
-                 "a value that cannot be")
-            counts = counts and {key: counts[key] for key in ("tokens", "documents")}
-        except FileNotFoundError:
-            script = self.dir / "prepare.py"
-            how = f"python {script}" if script.exists() else "one of data/*/prepare.py"
-            raise ValueError(f"no data set in {self.dir}: run {how} first") from None
+            counts = self.meta["splits"].get(split, {"tokens": 0, "documents": 0})
+            sizes = counts["tokens"], counts["tokens"], 2 * counts["documents"]   # items of each file
+            numbers = self.vocab_size, *self.stop_ids, *counts.values()
+            names = self.meta.get("tokenizer"), self.meta.get("tokenizer_hash")
+            need(all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+                 and max(self.stop_ids, default=0) < self.vocab_size
+                 and all(isinstance(name, str | None) for name in names), "a value that cannot be")
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise ValueError(f"{self.dir}/meta.json is damaged ({error!r}): prepare the set again") from None
-        if counts is None:
-            raise ValueError(f"{self.dir} has no split {split!r}, only {', '.join(self.meta['splits'])}")
+            raise ValueError(f"{path} is damaged ({error!r}): prepare the set again") from None
+        splits = self.meta["splits"]
+        need(split in splits, f"{self.dir} has no split {split!r}, only {', '.join(splits)}")
         arrays = []
-        for (end, dtype), items in zip(FILES.items(), (counts["tokens"],) * 2 + (2 * counts["documents"],)):
+        for (end, dtype), items in zip(FILES.items(), sizes):
             path, wanted = self.dir / f"{split}{end}", items * np.dtype(dtype).itemsize
-            size = path.stat().st_size if path.is_file() else "no file"
-            if size != wanted:
-                raise ValueError(f"{path}: {size}, but meta.json wants {wanted} bytes: prepare the set again")
+            need(path.is_file() and path.stat().st_size == wanted,
+                 f"{path} is no file of the {wanted} bytes that meta.json wants: prepare the set again")
             arrays.append(np.memmap(path, dtype, mode="r"))
         self.tokens, self.mask, docs = arrays
         self.starts, self.stops = np.ascontiguousarray(docs.reshape(-1, 2).T)
-        self.lengths = np.diff(self.starts, append=counts["tokens"])
-        if (self.starts[0] != 0 or self.starts.min() < 0 or self.lengths.min() < 1
-                or not np.isin(self.stops, (0, 1)).all()):
-            raise ValueError(f"{self.dir}/{split}.docs.bin is damaged: prepare the set again")
+        ends = np.append(self.starts[1:], len(self.tokens))
+        self.lengths = ends - self.starts
+        need(self.starts[0] == 0 and (self.starts < ends).all() and np.isin(self.stops, (0, 1)).all(),
+             f"{self.dir}/{split}.docs.bin is damaged: prepare the set again")
 
 
 # ---------------------------------------------------------------------------------------- packing
@@ -248,24 +222,22 @@ def batch(rows, indices):
     """The rows with these numbers, as a Batch. Numbers from len(rows) on continue into the next epochs."""
     data, shape = rows.dataset, (len(indices), rows.seq_len)
     pad = data.stop_ids[0] if data.stop_ids else 0
-    tokens, doc_ids = np.full(shape, pad, np.int64), np.zeros(shape, np.int64)
+    tokens, begins = np.full(shape, pad, np.int64), np.zeros(shape, np.int64)
     loss_mask, is_copy = np.zeros(shape, bool), np.zeros(shape, bool)
     for b, index in enumerate(indices):
         epoch, at = divmod(int(index), len(rows))
         row, i = rows.order(rows.epoch + epoch)[at], 0
-        pieces = range(rows.first[row], rows.first[row + 1])
-        for number, piece in enumerate(pieces):
+        for piece in range(rows.first[row], rows.first[row + 1]):
             start, n, c = rows.start[piece], rows.length[piece], rows.copies[piece]
             tokens[b, i:i + n] = data.tokens[start:start + n]
             loss_mask[b, i:i + n] = data.mask[start:start + n]
             tokens[b, i + n:i + n + c] = tokens[b, i + n - 1]                  # the stop id again
             is_copy[b, i + n:i + n + c] = True
-            doc_ids[b, i:i + n + c] = number
             i += n + c
-        doc_ids[b, i:] = len(pieces)                                           # padding
+            begins[b, i:i + 1] = 1                                             # the next piece, or padding
     need(tokens.max(initial=0) < data.vocab_size,
          f"{data.dir}/{data.split}.bin holds an id outside the vocabulary: prepare the set again")
-    return Batch(*map(torch.from_numpy, (tokens, doc_ids, loss_mask, is_copy)))
+    return Batch(*map(torch.from_numpy, (tokens, begins.cumsum(1), loss_mask, is_copy)))
 
 
 def targets(batch, block_size):

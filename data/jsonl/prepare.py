@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
-from cli import need, parser, run
+from cli import need, need_between, parser, run
 
 import gzip
 import json
@@ -28,28 +28,22 @@ from tokenizer import Tokenizer
 
 def check(row):
     """Raises ValueError unless the row is one of the three kinds."""
-    def text(value, name, may_be_empty=False):
-        if not isinstance(value, str) or not (value or may_be_empty):
-            raise ValueError(f'"{name}" must be a string{"" if may_be_empty else " that is not empty"}')
-        value.encode()                                # half a surrogate pair is no text
-    if not isinstance(row, dict):
-        raise ValueError("not a JSON object")
-    kinds = [kind for kind in (("text",), ("prompt", "completion"), ("messages",)) if kind[0] in row]
-    if len(kinds) != 1 or not all(key in row for key in kinds[0]):
-        raise ValueError('wanted either "text", or "prompt" and "completion", or "messages"')
-    if kinds[0] == ("text",):
-        text(row["text"], "text")
-    elif kinds[0] == ("prompt", "completion"):
-        text(row["prompt"], "prompt", may_be_empty=True)
-        text(row["completion"], "completion")
-    else:
-        if not isinstance(row["messages"], list) or not all(isinstance(m, dict) for m in row["messages"]):
-            raise ValueError('"messages" must be a list of objects with "role" and "content"')
-        for message in row["messages"]:
-            text(message.get("role"), "role")
-            text(message.get("content"), "content", may_be_empty=message.get("role") != "assistant")
-        if "assistant" not in [message["role"] for message in row["messages"]]:
-            raise ValueError('no message of the role "assistant": nothing to learn')
+    need(isinstance(row, dict), "not a JSON object")
+    parts, keys = [row], [key for key in ("text", "prompt", "completion", "messages") if key in row]
+    need(keys in (["text"], ["prompt", "completion"], ["messages"]),
+         'wanted either "text", or "prompt" and "completion", or "messages"')
+    if keys == ["messages"]:
+        parts, keys = row["messages"], ["role", "content"]
+        need(isinstance(parts, list) and all(isinstance(part, dict) for part in parts),
+             '"messages" must be a list of objects with "role" and "content"')
+        need("assistant" in [part.get("role") for part in parts],
+             'no message of the role "assistant": nothing to learn')
+    for part in parts:
+        for key in keys:
+            may_be_empty = key == "prompt" or key == "content" and part.get("role") != "assistant"
+            need(isinstance(part.get(key), str) and (part[key] or may_be_empty),
+                 f'"{key}" must be a string{"" if may_be_empty else " that is not empty"}')
+            part[key].encode()                        # half a surrogate pair is no text
 
 
 def rows(files, check=check):
@@ -78,8 +72,8 @@ def encode_chat(messages, tokenizer):
         out = [tokenizer.encode_chat(messages[:i + 1], last_only=True) for i in turns]
     for n, (ids, mask) in enumerate(out):
         end = max(i for i, is_target in enumerate(mask) if is_target) + 1
-        if ids[end - 1] not in tokenizer.special_ids.values():
-            raise ValueError("the chat template ends an assistant turn without a special token")
+        need(ids[end - 1] in tokenizer.special_ids.values(),
+             "the chat template ends an assistant turn without a special token")
         out[n] = ids[:end], mask[:end]                # a newline behind the end of turn is never generated
     return out
 
@@ -88,10 +82,9 @@ def encode(row, tokenizer):
     """The documents of a row, [(ids, loss_mask), ...]."""
     if "messages" in row:
         return encode_chat(row["messages"], tokenizer)        # a template writes its BOS itself
-    if tokenizer.eos_id is None:
-        raise ValueError("this tokenizer has no EOS to end a text with")
-    prompt = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    prompt = prompt + tokenizer.encode(row.get("prompt", ""))
+    need(tokenizer.eos_id is not None, "this tokenizer has no EOS to end a text with")
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    prompt = bos + tokenizer.encode(row.get("prompt", ""))
     target = tokenizer.encode(row.get("completion", row.get("text"))) + [tokenizer.eos_id]
     return [(prompt + target, [False] * len(prompt) + [True] * len(target))]
 
@@ -114,20 +107,18 @@ def main(argv=None):
     p.add_argument("--val_fraction", type=float, default=0.05, help="share of the rows held out; 0: no val")
     p.add_argument("--seed", type=int, default=0, help="decides which rows are held out")
     args = p.parse_args(argv)
-    need(0 <= args.val_fraction < 1, f"--val_fraction {args.val_fraction}: wanted at least 0 and below 1")
-    need(0 <= args.seed < 2**63, f"--seed {args.seed}: wanted 0 or more, below 2^63")
+    need_between(args, val_fraction=(0, 1), seed=(0, 2**63 - 1))
     is_chat = ["messages" in row for _, row in rows(args.files)]             # reads and checks every row
     num_val = max(1, round(args.val_fraction * len(is_chat))) if args.val_fraction else 0
-    need(len(is_chat) > num_val, f"{len(is_chat)} rows: too few to train on with {num_val} held out")
+    need(num_val < len(is_chat), f"{len(is_chat)} rows: too few, --val_fraction holds out {num_val} of them")
     tokenizer = Tokenizer.from_pretrained(args.tokenizer)
     stop_ids = {tokenizer.eos_id} - {None}
     if any(is_chat):                                                         # the template's end of turn
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         stop_ids.add(encode_chat(probe, tokenizer)[0][0][-1])
     held_out = np.random.default_rng(args.seed).permutation(len(is_chat)) < num_val
-    splits = {"train": documents(args.files, tokenizer, ~held_out)}
-    if num_val:
-        splits["val"] = documents(args.files, tokenizer, held_out)
+    splits = {split: documents(args.files, tokenizer, wanted)
+              for split, wanted in (("train", ~held_out), ("val", held_out)) if wanted.any()}
     write_set(args.out_dir, splits, stop_ids, tokenizer.vocab_size, say=True,
               tokenizer=args.tokenizer, tokenizer_hash=tokenizer.hash)
 
