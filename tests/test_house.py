@@ -16,8 +16,8 @@ FILES = [name for name in TRACKED or map(str, (p.relative_to(ROOT) for p in ROOT
 OURS = [name for name in FILES if not name.startswith("tests/")]
 COMMANDS = {"train", "generate", "eval", "harness", "bench", "speculative", "acceptance",
             "kernels.check"}
-CONCEPTS = {"model", "hf", "adapter", "sbd_loss", "eb_sampler", "kv_cache", "roofline", "tokenizer", "data.bin",
-            "view"}
+CONCEPTS = {"model", "hf", "adapter", "sbd_loss", "eb_sampler", "kv_cache", "roofline", "tokenizer",
+            "data.bin", "view"}
 ALGORITHMS = ("Eq.", "Fig.", "Algorithm", "Method section", "Table")   # how the docstring of one begins
 
 
