@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hf import need, read_json, shards, shown, write_whole
-from kernels.packed_linear import together
+from kernels.packed_linear import add_low_rank, together
 
 WEIGHTS, ABOUT = "adapter.safetensors", "adapter.json"
 
@@ -38,6 +38,7 @@ class LowRank(nn.Module):
         self.A = nn.Parameter(torch.randn(rank, W.shape[1], **kind) / math.sqrt(W.shape[1]))
         self.B = nn.Parameter(torch.zeros(len(W), rank, **kind))
         self.scale = scale   # alpha / r
+        self.made = None     # kernels/packed_linear.py: A and B laid out for decoding
 
 
 def linears(model):
@@ -101,34 +102,34 @@ def through(x, *maps, gate=None, joint=1):
     """x (N, in) -> W x + g (alpha / r) B A x of each map, (N, out); of the first `joint` in decoding as one
     tensor, as `together` has them."""
     parts = together(x, *maps, joint=joint) if len(maps) > 1 else [maps[0](x)]
-    if gate is None or maps[0].low_rank is None:
+    if gate is None or maps[0].low_rank is None or add_low_rank(parts, x, maps, gate):
         return parts
-    first = [m.out_features for m in maps[:1 + len(maps) - len(parts)]]
-    out = [*parts[0].split(first, -1), *parts[1:]]                             # one a map
-    rows = isinstance(gate, slice) or gate is not True and gate.dim() == 1      # decoding on the CPU
-    x = x[gate] if rows else x
-    for i, (y, m) in enumerate(zip(out, maps)):
-        B, low = m.low_rank.B.to(x.dtype).t(), F.linear(x, m.low_rank.A.to(x.dtype))   # (r, out), (n, r)
-        if not rows:
-            out[i] = torch.addmm(y, low if gate is True else low * gate, B, alpha=m.low_rank.scale)
-        elif isinstance(gate, slice):
-            y[gate].addmm_(low, B, alpha=m.low_rank.scale)
-        else:
-            y.index_add_(0, gate, low @ B, alpha=m.low_rank.scale)
-    return parts if rows else out
+    added = torch.cat([product(x, m) for m in maps], 1)
+    added = added if gate is True else added * as_numbers(gate, x)
+    return [y + more for y, more in zip(parts, added.split([y.shape[1] for y in parts], 1))]
+
+
+def product(x, m):
+    """(alpha / r) B A x."""
+    low = F.linear(x, m.low_rank.A.to(x.dtype)) * m.low_rank.scale                    # (N, r)
+    return F.linear(low, m.low_rank.B.to(x.dtype))
+
+
+def as_numbers(gate, x):
+    """g of the rows of x (N, in), (N, 1)."""
+    if isinstance(gate, torch.Tensor) and gate.dim() == 2:
+        return gate
+    g = torch.zeros(len(x), 1, dtype=torch.bool, device=x.device)
+    g[slice(None) if gate is True else gate] = True
+    return g
 
 
 def embedded(model, x, tokens, gate):
     """x (N, C), the table's rows of tokens (N,), with e_m for the mask tokens of blocks."""
     if gate is None or model.adapter is None:
         return x
-    is_mask = (tokens == model.config.mask_id)[:, None]
-    if isinstance(gate, slice):
-        x[gate] = torch.where(is_mask[gate], model.mask_embedding.to(x.dtype), x[gate])
-        return x
-    if gate is not True and gate.dim() == 1:
-        gate = torch.zeros_like(is_mask).index_fill_(0, gate, True)
-    return torch.where(is_mask if gate is True else is_mask & gate, model.mask_embedding.to(x.dtype), x)
+    is_mask = (tokens == model.config.mask_id)[:, None] & as_numbers(gate, x)
+    return torch.where(is_mask, model.mask_embedding.to(x.dtype), x)
 
 
 # -------------------------------------------------------------------------------- files

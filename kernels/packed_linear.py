@@ -89,6 +89,8 @@ def fuse(module, free: float) -> None:
     for group in groups:
         if group[0].made is None or not current(group, group[0].made, look=True):
             group[0].made = lay_out(group)
+        if all(linear.low_rank is not None for linear in group):
+            lay_low_rank(group)
 
 
 def groups_of(module):
@@ -118,6 +120,38 @@ def lay_out(group):
     states = [state(linear.weight, packed is not None) for linear in group]
     splits = {n: [sum(sizes[:n]), *sizes[n:]] for n in range(1, len(sizes))}   # by `joint`
     return (F.linear, matrix, splits, states) if packed is None else (packed_linear, packed, splits, states)
+
+
+def lay_low_rank(group) -> None:
+    """An adapter's A of the group side by side, and each (alpha / r) B, transposed, in the weights' dtype."""
+    maps, kind = [linear.low_rank for linear in group], group[0].weight.dtype
+    states = [(factor, factor._version, checksum(factor)) for low in maps for factor in (low.A, low.B)]
+    made = maps[0].made
+    if made is None or any(a is not b or rest != since for (a, *rest), (b, *since) in zip(states, made[3])):
+        A = torch.cat([low.A for low in maps]).to(kind).t().contiguous()           # (in, sum of r)
+        B = [(low.scale * low.B).to(kind).t().contiguous() for low in maps]        # (r, out) each
+        maps[0].made = A, B, [linear.out_features for linear in group], states
+
+
+def add_low_rank(parts, x, group, gate) -> bool:
+    """Add g (alpha / r) B A x to parts, outputs of the group, in place, if A and B still are as laid out.
+
+    parts: (N, out) each, the first may be several side by side; gate: as adapter.open_gate has it.
+    """
+    made = group[0].low_rank.made
+    if made is None or not decoding() or len(made[2]) != len(group):
+        return False
+    if any(factor._version != since for factor, since, _ in made[3]):
+        return False
+    A, B, outs, _ = made
+    numbers = isinstance(gate, torch.Tensor) and gate.dim() == 2
+    rows = slice(None) if gate is True or numbers else gate
+    low = x[rows] @ A                                                              # (n, sum of r)
+    low = low * gate if numbers else low
+    columns = parts if len(parts) == len(outs) else [*parts[0].split(outs[:-1], 1), parts[-1]]
+    for y, each, b in zip(columns, low.chunk(len(outs), 1), B):
+        y.index_add_(0, rows, each @ b) if isinstance(rows, torch.Tensor) else y[rows].addmm_(each, b)
+    return True
 
 
 def pack(weight):

@@ -289,3 +289,43 @@ def test_generate_command(folders):
     moved = f"--init_from={folders}/adapter", f"--base={folders}/moved"
     sbd = call("generate.py", *moved, "--gamma=0.1", *asked)
     assert "place 0" in sbd.stderr
+
+
+# ------------------------------------------------------------------------------- what is laid out for speed
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("config", (SMALL, QWEN))
+def test_laid_out_products_are_the_plain_ones_and_notice_a_change(dtype, config, monkeypatch):
+    model = large(base(config).to(dtype), 3)
+    tokens, seen = torch.randint(0, 39, (2, 9)), []
+    gates = torch.rand(2, 9) < 0.5, torch.arange(18).view(2, 9) > 12, torch.ones(2, 9).bool()
+    original = adapter.add_low_rank
+    monkeypatch.setattr(adapter, "add_low_rank", lambda *a: seen.append(original(*a)) or seen[-1])
+
+    def logits():
+        with torch.inference_mode():
+            return torch.stack([model(tokens, gate=gate) for gate in gates]).double()
+
+    def close(a, b):
+        return (a - b).norm() < (1e-4 if dtype == torch.float32 else 0.1) * b.norm()
+
+    plain = logits()
+    assert not any(seen)
+    model.fuse()
+    seen.clear()
+    assert close(logits(), plain)
+    assert all(seen) and seen
+    for change in (lambda w: w.detach().mul_(-1), lambda w: w.data.mul_(-1)):   # the second one is not counted
+        for weight in adapter.tensors(model).values():
+            change(weight)
+        model.mask_embedding.data.mul_(-1)
+        change(model.model.layers[0].self_attn.q_proj.low_rank.A)
+        model.fuse()
+        got = logits()
+        assert not close(got, plain)
+        model.model.layers[0].mlp.up_proj.low_rank.B.detach().add_(0.1)   # between two forwards
+        seen.clear()
+        changed = logits()
+        assert not all(seen)
+        model.fuse()
+        assert close(logits(), changed)
