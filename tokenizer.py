@@ -108,11 +108,12 @@ def merges_to_ranks(vocab, merges, ignore_merges):
     """
     merge_rank = {pair: 256 + i for i, pair in enumerate(merges)}
     number, halves = dict(ALPHABET), {}  # token -> rank; token -> the two tokens it is merged from
-    for (left, right), rank in merge_rank.items():
+    for pair, rank in merge_rank.items():
+        left, right = pair
         token = left + right
         if (token in vocab and token not in number and left in number and right in number
                 and boundary_holds(left, right, number, halves, merge_rank)):
-            number[token], halves[token] = rank, (left, right)
+            number[token], halves[token] = rank, pair
     rest = [token for token in vocab if token not in number and ALPHABET.keys() >= set(token)]
     check_work(rest, "tokens that no merge makes")
     for next_rank, token in enumerate(rest, 256 + len(merges)):  # made before their parts, or by no merge
