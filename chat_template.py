@@ -26,8 +26,7 @@ class Template:
     def __init__(self, source: str):
         self.source, self.child, self.owner = source, None, os.getpid()
         self.lock = threading.Lock()         # one question at a time
-        with self.lock:
-            self.start()                     # parses it
+        self.start()                         # parses it
 
     def render(self, **variables) -> str:
         with self.lock:
@@ -49,18 +48,15 @@ class Template:
             line = json.dumps(request).encode()
         except (TypeError, ValueError, RecursionError) as error:   # of what was asked; the child is as it was
             raise ValueError(f"they are not text, numbers, lists and dicts ({error})") from None
+        kind = text = None
         try:
             kind, text = json.loads(self.answer(line))
-        except TimeoutError as error:
-            self.close()
-            raise ValueError(str(error)) from None
-        except (OSError, ValueError, TypeError):                   # it died
-            self.close()
-            raise ValueError("it takes more time or memory than it may") from None
-        except BaseException:                # Ctrl-C: its answer must not become that of the next question
-            self.close()
-            raise
-        if kind == "error":
+        except (OSError, ValueError, TypeError) as error:          # it died, or runs on
+            text = error if isinstance(error, TimeoutError) else "it takes more time or memory than it may"
+        finally:
+            if kind is None:                 # Ctrl-C too: its answer must not become the next question's
+                self.close()
+        if kind != "text":
             raise ValueError(text)
         return text
 
@@ -129,26 +125,25 @@ def serve():
     """A line in, a line out: the template's source first, then the variables of each text."""
     with contextlib.suppress(ImportError):
         import resource
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() \
-            if Path("/proc/self/statm").exists() else LIMIT
+        pages = Path("/proc/self/statm")
+        used = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else LIMIT
         resource.setrlimit(resource.RLIMIT_AS, (used + LIMIT, used + LIMIT))
     template = None
     for line in sys.stdin.buffer:
         if POSIX:                            # should nobody be left to end us
             signal.alarm(math.ceil(2 * SECONDS))
         try:
-            request = json.loads(line)
+            request, text = json.loads(line), ""
             if template is None:
                 sys.path[:], source = request
-                template, text = compiled(source), ""
+                template = compiled(source)
             else:
                 text = template.render(**request)
             answer = ["text", text] if len(text) <= MOST else ["error", f"it writes {len(text)} characters"]
         except BaseException as error:   # whatever a template raises
             words = " ".join(str(error)[:300].split()) or type(error).__name__
             answer = ["error", "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)]
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-        sys.stdout.buffer.flush()
+        print(json.dumps(answer), flush=True)
         if POSIX:
             signal.alarm(0)
 

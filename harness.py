@@ -8,12 +8,14 @@ Shapes: B batch, L length, n targets, C hidden size, V vocabulary.
 from cli import add_model, load_model, need, need_between, need_mask, need_package, parser, run
 
 import os
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
 
 from eval import NTP, add_cell, asked, bar, label, open_folder, write_json
 from generate import decode
+from hf import first_line
 from sbd_loss import LOGITS
 from tokenizer import TextStream
 
@@ -27,24 +29,16 @@ class SBD:
     .spent counts, by task, texts, forwards, and tokens until the end: stop text, stop id or limit.
     """
 
-    def __init__(self, model, tok, cell, batch_size, max_new_tokens, seed):
+    eot_token_id = prefix_token_id = tokenizer_name = None         # in place of TemplateLM's properties
+
+    def __init__(self, model, tok, cell, batch_size=64, max_new_tokens=256, seed=0):
         super().__init__()
         self.model, self.tok, self.cell, self.batch_size = model, tok, cell, batch_size
-        self.max_new_tokens, self.seed, self.spent = max_new_tokens, seed, {}
+        self.max_new_tokens, self.seed, self.spent = max_new_tokens, seed, defaultdict(Counter)
         self.place, self.context = model.lm_head.weight.device, model.config.max_position_embeddings
         self.stop_ids = {*model.config.stop_ids, tok.eos_id} - {None}
-
-    @property
-    def eot_token_id(self):
-        return self.tok.eos_id
-
-    @property
-    def prefix_token_id(self):
-        return self.tok.special_ids.get(self.tok.token_name("bos_token"), self.tok.eos_id)
-
-    @property
-    def tokenizer_name(self):
-        return str(self.tok.folder)
+        self.eot_token_id, self.tokenizer_name = tok.eos_id, str(tok.folder)
+        self.prefix_token_id = tok.special_ids.get(tok.token_name("bos_token"), tok.eos_id)
 
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
         ids = self.tok.encode_added(string)                        # a chat template names special tokens
@@ -98,11 +92,10 @@ class SBD:
     def generate_until(self, requests, disable_tqdm=False):
         prompts = [self.tok_encode(r.args[0]) or [self.prefix_token_id] for r in requests]
         texts, groups = {}, {}
-        for i, request in enumerate(requests):
-            groups.setdefault(self.wanted(request.args[1]), []).append(i)
+        for i in sorted(range(len(requests)), key=lambda i: -len(prompts[i])):
+            groups.setdefault(self.wanted(requests[i].args[1]), []).append(i)
         for (limit, *draw), group in groups.items():
             room = self.context - min(limit, self.context // 2)    # as much of a prompt's end as leaves room
-            group.sort(key=lambda i: -len(prompts[i]))
             for begin in range(0, len(group), self.batch_size):
                 bar(len(texts) / len(requests), "generate_until", False)
                 part = group[begin:begin + self.batch_size]
@@ -130,16 +123,14 @@ class SBD:
                 texts[i] += streams[i].feed(step.final, row.done)
                 row.done |= streams[i].found
                 if row.done:
-                    spent = self.spent.setdefault(requests[i].task_name, dict(texts=0, tokens=0, nfe=0))
-                    for key, n in dict(texts=1, tokens=streams[i].tokens, nfe=row.nfe).items():
-                        spent[key] += n
+                    self.spent[requests[i].task_name].update(texts=1, tokens=streams[i].tokens, nfe=row.nfe)
         return texts
 
 
-def harness_model(model, tokenizer, cell, batch_size=64, max_new_tokens=256, seed=0):
-    """An lm_eval model: likelihoods in NTP mode, texts decoded as `cell` says."""
+def harness_model(model, tokenizer, cell, **options):
+    """An lm_eval model: likelihoods in NTP mode, texts decoded as `cell` says; options: as of SBD."""
     from lm_eval.api.model import TemplateLM                       # only here: a help text needs no harness
-    return type("SBD", (SBD, TemplateLM), {})(model, tokenizer, cell, batch_size, max_new_tokens, seed)
+    return type("SBD", (SBD, TemplateLM), {})(model, tokenizer, cell, **options)
 
 
 def benchmark(args, manager, lm):
@@ -150,7 +141,7 @@ def benchmark(args, manager, lm):
                                apply_chat_template=args.chat, task_manager=manager, log_samples=False,
                                confirm_run_unsafe_code=args.run_code)
     except (OSError, ImportError, ValueError) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
         if isinstance(error, OSError):
             why = f"lm-eval could not get the data ({why}): check the connection"
         elif isinstance(error, ImportError):
@@ -216,11 +207,11 @@ def main(argv=None):
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"                     # the metric's own consent
     shipped = "tiny-sbd" if cell and cell["mode"] == "sbd" else "tiny-verified"
     model, tokenizer = load_model(args, HERE / "checkpoints" / shipped)
-    if cell is None:
-        cell = NTP if model.config.mask_id is None else dict(mode="verified")
-    elif cell != NTP:
+    cell = cell or (NTP if model.config.mask_id is None else dict(mode="verified"))
+    if cell != NTP:
         need_mask(model.config, args.init_from)
-    lm = harness_model(model, tokenizer, cell, args.batch_size, args.max_new_tokens, args.seed)
+    lm = harness_model(model, tokenizer, cell, batch_size=args.batch_size,
+                       max_new_tokens=args.max_new_tokens, seed=args.seed)
     found = benchmark(args, manager, lm)
     bar(1.0, "", False)
     report(found, lm, args.out_dir / "tasks.json")

@@ -12,7 +12,6 @@ and not here.
 """
 
 import base64
-import binascii
 import codecs
 import functools
 import hashlib
@@ -28,12 +27,10 @@ from pathlib import Path
 import regex
 import tiktoken
 
-from chat_template import Template
 from adapter import base_of
-from hf import find_folder
+from chat_template import Template
+from hf import TOKENIZER_FILES, find_folder
 
-FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-         "chat_template.jinja")
 WANTED = ("wanted a byte-level BPE tokenizer.json or Llama 3's tokenizer.model; "
           "use a Llama-3, Qwen-3 or SmolLM2 folder")
 MOST_IDS, LONGEST = 2**22, 1024   # ids of a vocabulary; characters of a token
@@ -44,6 +41,10 @@ SECONDS = 10.0                    # that an unknown pattern may take for a text,
 PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 CONTROL = [b for b in range(256) if b not in PRINTABLE]
 ALPHABET = {chr(b): b for b in PRINTABLE} | {chr(256 + n): b for n, b in enumerate(CONTROL)}   # -> byte
+
+# Llama 3.1's special tokens from 128000 on; those between and behind are reserved_special_token_0, 1 ...
+SPECIAL = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id",
+           7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag"}
 
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -59,8 +60,6 @@ PLACEHOLDER = 0x100000  # private-use plane 16
 # What `tokenizers` takes for white space and for a part of a word: Unicode's definitions, not Python's.
 BLANK = {c for c in map(chr, range(0x3001)) if c.isspace()} - set("\x1c\x1d\x1e\x1f")
 WORD = regex.compile(r"[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]")
-
-
 # How an added token is found in text, where it is not simply by its name. The last: in normalized text.
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 
@@ -69,12 +68,17 @@ class TokenizerError(ValueError):
     """A tokenizer that cannot be used, said in one line."""
 
 
+def need(good, message):
+    """TokenizerError unless `good`."""
+    if not good:
+        raise TokenizerError(message)
+
+
 # ----------------------------------------------------------------------------- merges -> ranks
 
 def boundary_holds(left, right, number, halves, merge_rank):
-    """Whether BPE on the text of `left + right` arrives at exactly these two tokens: no merge across their
-    boundary comes first. Undoes the two tokens from the newest merge back, looking at the pair that faced the
-    boundary."""
+    """Whether BPE on the text of `left + right` arrives at these two tokens: no merge across their boundary
+    comes first. Undoes the two from the newest merge back, looking at the pair that faced the boundary."""
     while left in halves or right in halves:
         if number[left] > number[right]:
             limit, left = number[left], halves[left][1]
@@ -96,8 +100,7 @@ def merge_alone(token, merge_rank):
 
 
 def merges_to_ranks(vocab, merges, ignore_merges):
-    """tokenizer.json's vocab (token -> id) and merges (list of pairs) -> ({bytes: rank}, {rank: id}), -1 for
-    a byte that the vocabulary lacks.
+    """tokenizer.json's vocab (token -> id) and merges (list of pairs) -> {token: rank}.
 
     tiktoken merges any two neighbours whose union is a token, tokenizer.json only listed pairs. Both do the
     same if every token has the rank of the one merge that makes it from its own text, and if tokens that no
@@ -112,50 +115,48 @@ def merges_to_ranks(vocab, merges, ignore_merges):
         if (token in vocab and token not in number and left in number and right in number
                 and boundary_holds(left, right, number, halves, merge_rank)):
             number[token], halves[token] = rank, pair
-    next_rank = 256 + len(merges)
-    left = [token for token in vocab if token not in number and ALPHABET.keys() >= set(token)]
-    check_work(left, "tokens that no merge makes")
-    for token in left:  # made by a merge listed before its parts', or by none
+    rest = [token for token in vocab if token not in number and ALPHABET.keys() >= set(token)]
+    check_work(rest, "tokens that no merge makes")
+    for next_rank, token in enumerate(rest, 256 + len(merges)):  # made before their parts, or by no merge
         parts, last = merge_alone(token, merge_rank)
         if parts == [token]:
             number[token] = merge_rank[last]
-        elif ignore_merges and len(parts) == 2:  # tiktoken would join these two inside longer words as well
-            raise TokenizerError(f"has ignore_merges and {token!r}, which no merge makes")
         elif ignore_merges:
-            number[token], next_rank = next_rank, next_rank + 1
-    ranks = {bytes(map(ALPHABET.__getitem__, token)): rank for token, rank in number.items()}
-    return ranks, {rank: vocab.get(token, -1) for token, rank in number.items()}
+            # Two parts tiktoken would join inside longer words as well.
+            need(len(parts) > 2, f"has ignore_merges and {token!r}, which no merge makes")
+            number[token] = next_rank
+    return number
 
 
 # ----------------------------------------------------------------------------- pre-tokenizer -> patterns
 
+def steps(part, name):
+    """What a normalizer, pre_tokenizer or post_processor does: a Sequence, one step, or nothing (null)."""
+    part = part or {"type": "Sequence", name: []}
+    return part[name] if part.get("type") == "Sequence" else [part]
+
+
 def split_patterns(pre_tokenizer):
-    """tokenizer.json's pre_tokenizer -> list of regexes, applied one after the other; a piece is one
-    match."""
-    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
-    *splits, byte_level = steps
-    if byte_level["type"] != "ByteLevel" or byte_level.get("add_prefix_space"):
-        blank = " with add_prefix_space" if byte_level.get("add_prefix_space") else ""
-        raise TokenizerError(f"has a pre-tokenizer that ends in {byte_level['type']}{blank}")
+    """tokenizer.json's pre_tokenizer -> list of regexes, applied one after the other; a piece is a match."""
+    *splits, last = steps(pre_tokenizer, "pretokenizers") or [{"type": "nothing"}]
+    blank = " with add_prefix_space" if last.get("add_prefix_space") else ""
+    need(last["type"] == "ByteLevel" and not blank, f"has a pre-tokenizer that ends in {last['type']}{blank}")
     patterns = []
     for step in splits:
         kind, behavior, pattern = step["type"], step.get("behavior"), step.get("pattern", {})
         source = pattern["Regex"] if "Regex" in pattern else re.escape(pattern.get("String", ""))
         if kind == "Digits":
-            patterns.append(whole_text(DIGIT if step["individual_digits"] else DIGIT + "+"))
-        elif kind == "Split" and behavior == "Isolated":
-            patterns.append(whole_text(source))
-        elif kind == "Split" and behavior == "Removed" and step["invert"]:
-            patterns.append(source)
-        else:
-            raise TokenizerError(f"has a pre-tokenizer {kind} {behavior or ''}")
-    if byte_level.get("use_regex", True):
+            source, behavior = DIGIT if step["individual_digits"] else DIGIT + "+", "Isolated"
+        removed = behavior == "Removed" and step["invert"]
+        need(kind in ("Digits", "Split") and (removed or behavior == "Isolated"),
+             f"has a pre-tokenizer {kind} {behavior or ''}")
+        patterns.append(source if removed else whole_text(source))
+    if last.get("use_regex", True):
         patterns.append(whole_text(GPT2))
     if patterns == [whole_text(DIGIT), whole_text(GPT2)]:
         return [DIGIT_GPT2]
-    for pattern in patterns:
-        if pattern not in KNOWN and (len(pattern) > 20_000 or regex.match(pattern, "", timeout=1)):
-            raise TokenizerError("splits by a pattern that matches nothing at all, or is too long")
+    need(all(len(pattern) <= 20_000 and not regex.match(pattern, "", timeout=1) for pattern in patterns),
+         "splits by a pattern that matches nothing at all, or is too long")
     return patterns or [r"[\s\S]+"]
 
 
@@ -164,7 +165,7 @@ def whole_text(pattern):
     return pattern if pattern == GPT2 else f"{pattern}|(?:(?!{pattern})[\\s\\S])+"   # GPT2 leaves nothing
 
 
-# Patterns that need no bound on time: those of the published vocabularies.
+# Those of the published vocabularies, on which tiktoken's engine needs no bound on time.
 KNOWN = {LLAMA3, GPT2, DIGIT_GPT2, *map(whole_text, (DIGIT, LLAMA3, QWEN)), r"[\s\S]+"}
 
 
@@ -175,17 +176,13 @@ def read_tokenizer_model(path):
     try:
         pairs = (line.split() for line in path.read_bytes().splitlines() if line)
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except (ValueError, binascii.Error):
-        raise TokenizerError(f"{path} is not a tiktoken rank file (SentencePiece?); {WANTED}") from None
-    if sorted(ranks.values()) != list(range(128000)) or len(ranks) != 128000:
-        raise TokenizerError(f"{path} has {len(ranks)} tokens, not Llama 3's 128000; {WANTED}")
-    if not all(bytes([b]) in ranks for b in range(256)):
-        raise TokenizerError(f"{path} lacks a byte; download it again")
-    named = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 6: "start_header_id",
-             7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag"}  # as in Llama 3.1 and later
-    unnamed = [i for i in range(256) if i not in named]
-    names = named | {i: f"reserved_special_token_{n}" for n, i in enumerate(unnamed)}
-    added = {f"<|{names[i]}|>": (128000 + i, True) for i in range(256)}
+    except ValueError:
+        ranks = {}
+    need(sorted(ranks.values()) == list(range(128000)) and all(bytes([b]) in ranks for b in range(256)),
+         f"{path} does not hold Llama 3's 128000 tokens and their ranks (SentencePiece?); {WANTED}")
+    reserved = (f"reserved_special_token_{n}" for n in range(256))
+    names = [SPECIAL.get(i) or next(reserved) for i in range(256)]
+    added = {f"<|{name}|>": (128000 + i, True) for i, name in enumerate(names)}
     return dict(ranks=ranks, ids={r: r for r in ranks.values()}, tokens={r: t for t, r in ranks.items()},
                 flags={}, added=added, patterns=[LLAMA3], nfc=False, bos="<|begin_of_text|>",
                 eos="<|end_of_text|>")
@@ -195,115 +192,101 @@ def read_tokenizer_json(path):
     """Hugging Face's tokenizer.json -> the fields of a Tokenizer."""
     content = read_json(path)
     try:
-        model = content["model"]
-        normalizer = content.get("normalizer") or {"type": "Sequence", "normalizers": []}
-        if model.get("type", "BPE") != "BPE" or model.get("byte_fallback"):
-            kind = model["type"] + (" with byte_fallback (SentencePiece)"
-                                    if model.get("byte_fallback") else "")
-            raise TokenizerError(f"is a {kind} tokenizer")
-        steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
-        if unknown := [step["type"] for step in steps if step["type"] != "NFC"]:
-            raise TokenizerError(f"normalizes with {unknown[0]}, not NFC")
-        if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-            raise TokenizerError("marks the parts of words")
-        patterns = split_patterns(content["pre_tokenizer"] or {"type": "none"})
-        added = {t["content"]: (t["id"], bool(t["special"])) for t in content.get("added_tokens") or []}
-        flags = {t["content"]: set_flags for t in content.get("added_tokens") or []
-                 if any(set_flags := tuple(bool(t.get(flag)) for flag in FLAGS))}
-        check_ids({**model["vocab"], **{token: id for token, (id, _) in added.items()}})
+        model, listed = content["model"], content.get("added_tokens") or []
+        need(model.get("type", "BPE") == "BPE", f"is a {model.get('type')} tokenizer")
+        need(not model.get("byte_fallback"), "is a BPE tokenizer with byte_fallback (SentencePiece)")
+        for affix in ("continuing_subword_prefix", "end_of_word_suffix"):
+            need(not model.get(affix), f"marks the parts of words by {affix}")
+        normalizers = [step["type"] for step in steps(content.get("normalizer"), "normalizers")]
+        need({*normalizers} <= {"NFC"}, f"normalizes with {', '.join(normalizers)}, not NFC")
+        patterns = split_patterns(content["pre_tokenizer"])
+        added = {t["content"]: (t["id"], bool(t["special"])) for t in listed}
+        flags = {t["content"]: tuple(bool(t.get(flag)) for flag in FLAGS) for t in listed}
+        check_tokens(model["vocab"] | {token: id for token, (id, _) in added.items()})
         check_work(added, "added tokens")
         vocab = {token: id for token, id in model["vocab"].items() if not added.get(token, (0, False))[1]}
         merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
-        ranks, ids = merges_to_ranks(vocab, merges, bool(model.get("ignore_merges")))
-        tokens = {id: b for b, rank in ranks.items() if (id := ids[rank]) >= 0}
-        for token, id in vocab.items():  # tokens that no text gives have text too
-            if id not in tokens:
-                known = ALPHABET.keys() >= set(token)
-                tokens[id] = bytes(map(ALPHABET.__getitem__, token)) if known else token.encode()
-        return dict(ranks=ranks, ids=ids, tokens=tokens, added=added, flags=flags, patterns=patterns,
-                    nfc=bool(steps), bos=first_of_template(content.get("post_processor")), eos=None)
-    except TokenizerError as error:
-        raise TokenizerError(f"{path} {error}; {WANTED}") from None
+        number = merges_to_ranks(vocab, merges, bool(model.get("ignore_merges")))
+        text = {token: to_bytes(token) for token in ALPHABET | vocab}
+        first = [step["single"][0] for step in steps(content.get("post_processor"), "processors")
+                 if step.get("type") == "TemplateProcessing"]
+        bos = next((part["SpecialToken"]["id"] for part in first if "SpecialToken" in part), None)
+        return dict(ranks={text[token]: rank for token, rank in number.items()},
+                    ids={rank: vocab.get(token, -1) for token, rank in number.items()},
+                    tokens={id: text[token] for token, id in vocab.items()}, added=added, patterns=patterns,
+                    flags={name: found for name, found in flags.items() if any(found)},
+                    nfc=bool(normalizers), bos=bos, eos=None)
     except (LookupError, TypeError, AttributeError, ValueError, RecursionError, regex.error) as error:
-        raise TokenizerError(f"{path} is damaged ({type(error).__name__}: {error}); {WANTED}") from None
+        refused = isinstance(error, TokenizerError)
+        why = error if refused else f"is damaged ({type(error).__name__}: {error})"
+        raise TokenizerError(f"{path} {why}; {WANTED}") from None
 
 
-def check_ids(vocab):
+def to_bytes(token):
+    """What a token of tokenizer.json stands for; one beyond the alphabet, which no text gives, for itself."""
+    try:
+        return bytes(map(ALPHABET.__getitem__, token))
+    except KeyError:
+        return token.encode()
+
+
+def check_tokens(vocab):
     """What a vocabulary, token -> id, may hold."""
-    for token, id in vocab.items():
-        if type(id) is not int or not 0 <= id < MOST_IDS:
-            raise TokenizerError(f"gives the id {id!r} to a token; ids are whole numbers below {MOST_IDS}")
-        if not 0 < len(token) <= LONGEST:
-            raise TokenizerError(f"has a token of {len(token)} characters; 1 to {LONGEST} can be")
+    ids = [id for id in vocab.values() if type(id) is not int or not 0 <= id < MOST_IDS]
+    need(not ids, f"gives the ids {ids[:3]} to tokens; ids are whole numbers below {MOST_IDS}")
+    sizes = [len(token) for token in vocab if not 0 < len(token) <= LONGEST]
+    need(not sizes, f"has tokens of {sizes[:3]} characters; 1 to {LONGEST} can be")
 
 
 def check_work(tokens, what):
     """Bounds what costs the square of a token's length."""
-    if sum(len(token) ** 2 for token in tokens) > MOST_WORK:
-        raise TokenizerError(f"has too many or too long {what}")
-
-
-def first_of_template(processor):
-    """The special token that a post_processor puts before every text, or None."""
-    for step in (processor or {}).get("processors", [processor or {}]):
-        if step.get("type") == "TemplateProcessing" and "SpecialToken" in step["single"][0]:
-            return step["single"][0]["SpecialToken"]["id"]
-    return None
+    need(sum(len(token) ** 2 for token in tokens) <= MOST_WORK, f"has too many or too long {what}")
 
 
 def is_there(path):
     """Whether there is such a file; TokenizerError for a folder, a pipe or a device of its name."""
-    if path.exists() and not path.is_file():
-        raise TokenizerError(f"{path} is no regular file; download it again")
+    need(path.is_file() or not path.exists(), f"{path} is no regular file; download it again")
     return path.is_file()
 
 
 def read_json(path):
     """A JSON object; {} if there is no such file. Raises TokenizerError if it is not JSON."""
+    data = path.read_bytes() if is_there(path) else b"{}"
     try:
-        content = json.loads(path.read_text(encoding="utf-8")) if is_there(path) else {}
+        content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is not JSON ({error}); download it again") from None
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} is not a JSON object; download it again")
+    need(isinstance(content, dict), f"{path} is not a JSON object; download it again")
     return content
 
 
 # ----------------------------------------------------------------------------- the tokenizer
 
 class Tokenizer:
-    """Text <-> token ids of one checkpoint. `.bos_id`: the id its own tokenizer puts first, or None;
-    `.eos_id`, or None; `.special_ids`: name -> id, never given by encode; `.vocab_size`: the largest id +
-    1."""
+    """Text <-> token ids of one checkpoint. `.bos_id`: the id its own tokenizer puts first, `.eos_id`: each
+    may be None; `.special_ids`: name -> id, never given by encode; `.vocab_size`: the largest id + 1."""
 
     def __init__(self, folder):
-        """folder: a Path. Raises TokenizerError (a ValueError) if it holds no tokenizer we can reproduce
-        exactly."""
-        self.folder = folder
-        if is_there(folder / "tokenizer.json"):
-            fields = read_tokenizer_json(folder / "tokenizer.json")
-        elif is_there(folder / "tokenizer.model"):
-            fields = read_tokenizer_model(folder / "tokenizer.model")
-        else:
-            raise TokenizerError(f"{folder} has neither tokenizer.json nor tokenizer.model; {WANTED}")
-        self.config = (read_json(folder / "special_tokens_map.json")
-                       | read_json(folder / "tokenizer_config.json"))
-        self.patterns, self.nfc, self.added = fields["patterns"], fields["nfc"], fields["added"]
+        """folder: a Path. TokenizerError (a ValueError) if it holds no tokenizer we can reproduce exactly."""
+        readers = {"tokenizer.json": read_tokenizer_json, "tokenizer.model": read_tokenizer_model}
+        found = [name for name in readers if is_there(folder / name)]
+        need(found, f"{folder} has neither tokenizer.json nor tokenizer.model; {WANTED}")
+        fields = readers[found[0]](folder / found[0])
+        self.folder, self.added, self.flags = folder, fields["added"], fields["flags"]
+        maps, config = (read_json(folder / f"{n}.json") for n in ("special_tokens_map", "tokenizer_config"))
+        self.config = maps | config
         self.special_ids = {name: id for name, (id, special) in self.added.items() if special}
         tokens = fields["tokens"] | {id: name.encode() for name, (id, _) in self.added.items()}  # id -> bytes
         self.vocab_size = max(tokens) + 1
         self.tokens = [tokens.get(id, b"") for id in range(self.vocab_size)]
         self.ids = [fields["ids"].get(rank, -1) for rank in range(max(fields["ids"]) + 1)]  # rank -> id
         self.missing = bytes(token[0] for token, rank in fields["ranks"].items() if self.ids[rank] < 0)
-        self.trusted = KNOWN >= set(self.patterns)   # else under a bound on time, by the engine that has one
-        self.bpe = tiktoken.Encoding(str(folder), pat_str=self.patterns[-1] if self.trusted else GPT2,
+        self.patterns, self.nfc = fields["patterns"], fields["nfc"]
+        self.known = len(self.patterns) == 1 and self.patterns[0] in KNOWN   # else not split by tiktoken
+        self.bpe = tiktoken.Encoding(str(folder), pat_str=self.patterns[0] if self.known else GPT2,
                                      mergeable_ranks=fields["ranks"], special_tokens={})
-        self.flags = fields["flags"]
-        # In which order added tokens are looked for, where special ones count (True) and where they do not:
-        # then those left are words (Qwen-3's <think>), which text gives, as in `tokenizers`.
-        self.stages = {True: [stage for normalized in (False, True) if (stage := self.stage(normalized))]}
-        self.stages[False] = [stage for stage in self.stages[True]
-                              if not all(special for _, special, *_ in stage[1].values())]
+        self.stages = {special: [stage for normalized in (False, True)
+                                 if (stage := self.stage(special, normalized))] for special in (True, False)}
         named = {name: id for id, name in enumerate(self.tokens)}
         bos = fields["bos"] or (self.token_name("bos_token") if self.config.get("add_bos_token") else None)
         eos = self.token_name("eos_token") or fields["eos"]
@@ -317,12 +300,13 @@ class Tokenizer:
 
     def save(self, folder):
         """Copies the files this tokenizer was read from, so that transformers and vLLM load `folder`."""
-        if not any((self.folder / name).is_file() for name in FILES[:2]):
-            raise TokenizerError(f"the tokenizer's files are gone from {self.folder}: put them back")
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        for path in (self.folder / name for name in FILES):
-            if path.exists() and path.resolve() != (Path(folder) / path.name).resolve():
-                shutil.copyfile(path, Path(folder) / path.name)
+        need(any((self.folder / name).is_file() for name in TOKENIZER_FILES[:2]),
+             f"the tokenizer's files are gone from {self.folder}: put them back")
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in (self.folder / name for name in TOKENIZER_FILES):
+            if path.is_file() and path.resolve() != (folder / path.name).resolve():
+                shutil.copyfile(path, folder / path.name)
 
     def token_name(self, role):
         """The text of `role` (such as "eos_token") in tokenizer_config.json, or None."""
@@ -360,33 +344,36 @@ class Tokenizer:
         except UnicodeEncodeError:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         ids = []
-        for part in self.cut(text, special) if self.stages[bool(special)] else [text]:
+        for part in self.cut(text, special, self.stages[bool(special)]):
             if isinstance(part, int):
                 ids.append(part)
             elif part:
                 ids += self.encode_plain(part.translate(restore) if restore else part)
         return ids
 
-    def stage(self, normalized):
+    def stage(self, special, normalized):
         """(regex, {name as found: (id, special, lstrip, rstrip, single_word)}, normalized) of the added
-        tokens that are looked for in normalized text, or of the others; None if there are none."""
+        tokens that are looked for in normalized text, or of the others; None if none of them counts. Where
+        special ones do not, those that do are words (Qwen-3's <think>), which text gives, as in `tokenizers`.
+        """
         tokens = {}
         for name, token in self.added.items():
             *strips, is_normalized = self.flags.get(name, (False,) * 4)
             if is_normalized == normalized:
-                name = unicodedata.normalize("NFC", name) if normalized and self.nfc else name
-                tokens[name] = (*token, *strips)
-        return (any_of(tokens), tokens, normalized) if tokens else None
+                tokens[self.composed(name) if normalized else name] = (*token, *strips)
+        counts = any(special or not is_special for _, is_special, *_ in tokens.values())
+        return (re.compile(any_of(tokens)), tokens, normalized) if counts else None
 
-    def cut(self, text, special, stage=0):
+    def composed(self, text):
+        return unicodedata.normalize("NFC", text) if self.nfc else text
+
+    def cut(self, text, special, stages):
         """The text between added tokens, and the tokens' ids, in their order: as `tokenizers` finds them."""
-        stages, done = self.stages[bool(special)], 0
-        if stage == len(stages):
+        if not stages:
             yield text
             return
-        pattern, tokens, normalized = stages[stage]
-        if normalized and self.nfc:
-            text = unicodedata.normalize("NFC", text)
+        (pattern, tokens, normalized), *later = stages
+        text, done = self.composed(text) if normalized else text, 0
         for match in pattern.finditer(text):
             begin, end = match.span()
             id, is_special, lstrip, rstrip, single_word = tokens[match[0]]
@@ -398,17 +385,16 @@ class Tokenizer:
                 begin -= 1
             while rstrip and end < len(text) and text[end] in BLANK:
                 end += 1
-            yield from self.cut(text[done:begin], special, stage + 1)
+            yield from self.cut(text[done:begin], special, later)
             if end > (max(begin, done) if lstrip else begin):   # or, blank, it went along
                 yield id
             done = end
-        yield from self.cut(text[done:], special, stage + 1)
+        yield from self.cut(text[done:], special, later)
 
     def encode_plain(self, text):
-        """Ids of text without added tokens: tiktoken, where one pattern splits the text and no byte is
-        missing."""
-        text = unicodedata.normalize("NFC", text) if self.nfc else text
-        if self.trusted and len(self.patterns) == 1 and (len(text) < 100000 or not LONG_BLANK.search(text)):
+        """Ids of text without added tokens: by tiktoken, for a known pattern and where no byte is missing."""
+        text = self.composed(text)
+        if self.known and (len(text) < 100000 or not LONG_BLANK.search(text)):
             ids = [self.ids[rank] for rank in self.bpe.encode_ordinary(text)]
             if not self.missing or -1 not in ids:
                 return ids
@@ -424,14 +410,10 @@ class Tokenizer:
         pieces, end = [text], time.monotonic() + SECONDS + len(text) / 100_000
         try:
             for pattern in self.patterns:
-                cut = []
-                for piece in pieces:
-                    left = None if self.trusted else max(end - time.monotonic(), 1e-3)
-                    cut += [match[0] for match in regex.finditer(pattern, piece, timeout=left)]
-                if not all(cut):
-                    raise TokenizerError(f"a pattern of {self.folder}'s tokenizer matches nothing at all; "
-                                         "use another checkpoint")
-                pieces = cut
+                pieces = [match[0] for piece in pieces for match in
+                          regex.finditer(pattern, piece, timeout=max(end - time.monotonic(), 1e-3))]
+                need(all(pieces), f"a pattern of {self.folder}'s tokenizer matches nothing at all; "
+                                  "use another checkpoint")
             return pieces
         except TimeoutError:
             raise TokenizerError(f"the pattern of {self.folder}'s tokenizer takes more than {SECONDS:g} s "
@@ -462,10 +444,10 @@ class Tokenizer:
         if file.is_file():
             source = file.read_text(encoding="utf-8", errors="replace")
         elif isinstance(source, list):  # named ones
-            named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-            source = named.get("default")
-        if not source or not isinstance(source, str):
-            raise TokenizerError(f"{self.folder} has no chat template (a base model?); use an instruct model")
+            source = next((t.get("template") for t in source
+                           if isinstance(t, dict) and t.get("name") == "default"), None)
+        need(source and isinstance(source, str),
+             f"{self.folder} has no chat template (a base model?); use an instruct model")
         try:
             return Template(source)
         except ValueError as error:
@@ -473,14 +455,12 @@ class Tokenizer:
 
     def render(self, messages, add_generation_prompt, **variables):
         """The chat template's text. Raises TokenizerError with the template's own complaint."""
-        roles = {role: self.token_name(role) for role in self.config if role.endswith("_token")}
-        roles = {role: text for role, text in roles.items() if isinstance(text, str)}
-        variables = {"tools": None, "documents": None} | roles | variables
+        template, roles = self.chat_template, [role for role in self.config if role.endswith("_token")]
+        names = {role: name for role in roles if (name := self.token_name(role)) is not None}
+        variables = dict(tools=None, documents=None) | names | variables | dict(
+            messages=messages, add_generation_prompt=add_generation_prompt)
         try:
-            return self.chat_template.render(**variables, messages=messages,
-                                             add_generation_prompt=add_generation_prompt)
-        except TokenizerError:
-            raise
+            return template.render(**variables)
         except ValueError as error:
             raise TokenizerError(f"the chat template refuses these messages: {error}") from None
 
@@ -488,17 +468,14 @@ class Tokenizer:
     def unsafe(self):
         """What must not reach the template as it is: special tokens' names, their beginnings at the end of a
         string (the next string could complete them), and the placeholders themselves."""
-        starts = sorted({name[:n] for name in self.special_ids for n in range(1, len(name))}, key=len,
-                        reverse=True)
-        names = any_of(self.special_ids).pattern if self.special_ids else "(?!)"
-        return re.compile(f"{names}|(?:{'|'.join(map(re.escape, starts)) or '(?!)'})(?=\\s*\\Z)"
+        starts = {name[:n] for name in self.special_ids for n in range(1, len(name))}
+        return re.compile(f"{any_of(self.special_ids)}|(?:{any_of(starts)})(?=\\s*\\Z)"
                           f"|[{chr(PLACEHOLDER)}-{chr(0x10FFFD)}]")
 
     def defuse(self, value, found, depth=0):
         """`value` (messages: dicts, lists, strings) with everything unsafe replaced by one private-use
         character each; found: dict text -> character, filled here."""
-        if depth > 100:
-            raise TokenizerError("messages that are nested more than 100 deep")
+        need(depth <= 100, "messages that are nested more than 100 deep")
         if isinstance(value, str):
             return self.unsafe.sub(lambda m: found.setdefault(m[0], chr(PLACEHOLDER + len(found))), value)
         if isinstance(value, (list, tuple)):
@@ -521,39 +498,31 @@ class Tokenizer:
         and replies are encoded apart, as when generating. Raises TokenizerError if a reply is written
         differently once more messages follow it (Qwen-3 drops earlier thoughts): call it once a reply, on
         messages[:i + 1], last_only."""
-        found, ids, is_reply, done = {}, [], [], 0
+        found, parts, done = {}, [], 0
         messages = self.defuse(messages, found)
-        restore = {ord(c): s for s, c in found.items()}
         text = self.render(messages, False, **variables)
-
-        def append(part, reply):
-            new = self.encode_added(part, restore=restore)
-            stops = [i for i, id in enumerate(new) if id in special]   # a newline may stand behind the stop
-            count = (stops[-1] + 1 if stops else len(new)) if reply else 0
-            ids.extend(new)
-            is_reply.extend([True] * count + [False] * (len(new) - count))
-
-        special = set(self.special_ids.values())
         for i in [len(messages) - 1] if last_only else range(len(messages)):
             if messages[i]["role"] == "assistant":
                 prompt = self.render(messages[:i], True, **variables)
                 reply = self.render(messages[:i + 1], False, **variables)
-                if not (reply.startswith(prompt) and text.startswith(reply)):
-                    raise TokenizerError(
-                        f"the chat template rewrites message {i} when others follow, or does not continue "
-                        "its own prompt; encode a reply at a time, last_only=True")
-                append(text[done:len(prompt)], False)
-                append(text[len(prompt):len(reply)], True)
+                need(reply.startswith(prompt) and text.startswith(reply),
+                     f"the chat template rewrites message {i} when others follow, or does not continue "
+                     "its own prompt; encode a reply at a time, last_only=True")
+                parts += [(text[done:len(prompt)], False), (text[len(prompt):len(reply)], True)]
                 done = len(reply)
-        append(text[done:], False)
+        ids, is_reply, special = [], [], {*self.special_ids.values()}
+        for part, reply in [*parts, (text[done:], False)]:
+            new = self.encode_added(part, restore={ord(c): s for s, c in found.items()})
+            stop = max((i for i, id in enumerate(new, 1) if id in special), default=len(new))
+            count = stop if reply else 0                        # a newline may stand behind the stop
+            ids += new
+            is_reply += [True] * count + [False] * (len(new) - count)
         return ids, is_reply
 
 
 def any_of(names):
-    """A regex that matches any of these names, as one group; None for no names. The longest wins, as in
-    tokenizers."""
-    names = sorted(names, key=len, reverse=True)
-    return re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+    """A regex that matches the longest of these names, as in tokenizers; nothing, where there are none."""
+    return "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
 
 
 class TextStream:
@@ -567,8 +536,9 @@ class TextStream:
 
     def __init__(self, tokenizer, stop_texts=(), skip=()):
         self.tokenizer, self.skip = tokenizer, frozenset(skip)
-        self.stops = [(stop, borders(stop)) for stop in stop_texts if stop]
-        self.matched = [0] * len(self.stops)      # how much of each stop text the text so far ends in
+        self.stops = [(len(stop), {char: sum(1 << i for i, other in enumerate(stop) if other == char)
+                                   for char in {*stop}}) for stop in stop_texts if stop]   # where each stands
+        self.matched = [0] * len(self.stops)      # bit n - 1: the text so far ends in the stop's first n
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.held, self.is_text = [], True        # characters, "" for those left out; does the next one count
         self.found, self.tokens = False, 0
@@ -583,7 +553,7 @@ class TextStream:
             self.see(self.tokenizer.decode_bytes([id]), id not in self.skip)
         if end and not self.found:
             self.see(b"", True, end)
-        keep = 0 if end or self.found else max(self.matched, default=0)
+        keep = 0 if end or self.found else max((n.bit_length() for n in self.matched), default=0)
         final, self.held = self.held[:len(self.held) - keep], self.held[len(self.held) - keep:]
         return "".join(final)
 
@@ -594,23 +564,9 @@ class TextStream:
         for char in self.decoder.decode(data, end):
             self.held.append(char if self.is_text else "")
             self.is_text = is_text
-            for i, (stop, border) in enumerate(self.stops):      # Knuth, Morris and Pratt: a step a character
-                n = self.matched[i]
-                while n and stop[n] != char:
-                    n = border[n]
-                self.matched[i] = n + (stop[n] == char)
-            complete = [n for n, (stop, _) in zip(self.matched, self.stops) if n == len(stop)]
+            self.matched = [(bits << 1 | 1) & places.get(char, 0)      # Shift-And: a step a character
+                            for bits, (_, places) in zip(self.matched, self.stops)]
+            complete = [n for bits, (n, _) in zip(self.matched, self.stops) if bits.bit_length() == n]
             if complete:
                 self.found, self.held = True, self.held[:len(self.held) - max(complete)]
                 break
-
-
-def borders(text):
-    """For every n: the length of the longest proper beginning of text[:n] that it also ends in."""
-    out, n = [0, 0], 0
-    for char in text[1:]:
-        while n and text[n] != char:
-            n = out[n]
-        n += text[n] == char
-        out.append(n)
-    return out
