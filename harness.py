@@ -15,7 +15,6 @@ import torch
 
 from eval import NTP, add_cell, asked, bar, label, open_folder, write_json
 from generate import decode
-from hf import first_line
 from sbd_loss import LOGITS
 from tokenizer import TextStream
 
@@ -141,7 +140,7 @@ def benchmark(args, manager, lm):
                                apply_chat_template=args.chat, task_manager=manager, log_samples=False,
                                confirm_run_unsafe_code=args.run_code)
     except (OSError, ImportError, ValueError) as error:
-        why = first_line(error)
+        why = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, OSError):
             why = f"lm-eval could not get the data ({why}): check the connection"
         elif isinstance(error, ImportError):

@@ -315,7 +315,7 @@ def test_laid_out_products_are_the_plain_ones_and_notice_a_change(dtype, config,
     seen.clear()
     assert close(logits(), plain)
     assert all(seen) and seen
-    for change in (lambda w: w.detach().mul_(-1), lambda w: w.data.mul_(-1)):   # the second one is not counted
+    for change in (lambda w: w.detach().mul_(-1), lambda w: w.data.mul_(-1)):   # no version counts the second
         for weight in adapter.tensors(model).values():
             change(weight)
         model.mask_embedding.data.mul_(-1)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ["generate.py", "train.py", "eval.py", "harness.py", "bench.py", "speculative.py", "roofline.py",
-            "kernels/check.py", *(f"data/{name}/prepare.py" for name in ("jsonl", "stdlib", "word_problems"))]
+COMMANDS = ["generate.py", "train.py", "eval.py", "harness.py", "bench.py", "speculative.py", "acceptance.py",
+            "roofline.py", "kernels/check.py", "data/answers/prompts.py",
+            *(f"data/{name}/prepare.py" for name in ("answers", "jsonl", "stdlib", "word_problems"))]
 
 
 @pytest.fixture(scope="module")
