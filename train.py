@@ -45,7 +45,8 @@ RECIPES = {   # method section 3: 2M tokens a step, 34k steps, 32k context
     "paper-8b": dict(lr=3e-4, warmup_steps=200, max_steps=34_000, seq_len=32_768, batch_size=1, grad_accum=64,
                      dtype="bfloat16", grad_checkpoint=True),
     # method section 11: the noise that verified decoding drafts from, and what learned fastest here
-    "adapter": dict(adapter_rank=24, lr=3e-3, full_mask_prob=1.0, block_size_max=8, weight_decay=0.0),
+    "adapter": dict(adapter_rank=24, lr=2e-3, full_mask_prob=1.0, block_size_max=8, weight_decay=0.0,
+                    batch_size=2),
 }
 # What a (seed, step) means, and what the weights are: a resumed run cannot change these.
 FIXED = ("recipe", "init_from", "dataset", "objective", "mask_id", "seed", "seq_len", "batch_size",

