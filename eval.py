@@ -28,7 +28,7 @@ from data.word_problems.prepare import grade, problems
 from generate import USED_BY, Options, decode, generate
 from hf import write_whole
 from model import Llama
-from sbd_loss import sbd_loss
+from sbd_loss import adapter_loss, ntp_loss, sbd_loss
 from tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -296,10 +296,14 @@ def losses(model, batches, block_size, eta, seed=0):
     for i, b in enumerate(batches):
         b = b.to(model.lm_head.weight.device)
         noise = torch.Generator(b.tokens.device).manual_seed((seed << 32) + i)
-        r = sbd_loss(model, b.tokens, block_size, b.loss_mask, targets(b, 1)[1], b.doc_ids, eta=eta,
-                     generator=noise)
-        n = np.array([int(r.num_ntp), int(r.num_matp)])
-        sums, counts = sums + n * [float(r.ntp), float(r.matp)], counts + n
+        ntp_mask, drawn = targets(b, 1)[1], dict(eta=eta, generator=noise)
+        if model.adapter is None:
+            ntp = r = sbd_loss(model, b.tokens, block_size, b.loss_mask, ntp_mask, b.doc_ids, **drawn)
+        else:
+            ntp = ntp_loss(model, b.tokens, ntp_mask, b.doc_ids)
+            r = adapter_loss(model, b.tokens, block_size, b.loss_mask, b.doc_ids, None, "data", True, **drawn)
+        n = np.array([int(ntp.num_ntp), int(r.num_matp)])
+        sums, counts = sums + n * [float(ntp.ntp), float(r.matp)], counts + n
     return (sums / counts.clip(1)).tolist()
 
 
@@ -321,6 +325,8 @@ def note(name, model, tokenizer, problems, seed):
     """The verdict on a model, from the problems' own solutions."""
     if model.config.mask_id is None:
         return f"{name} has no mask token, so only ntp is evaluated: give --mask_id."
+    if model.adapter:
+        return f"{name} is a gated adapter: ntp and verified are its base's text, whatever it learned."
     batches = []
     for prompt, problem in zip(encode(tokenizer, problems), problems):
         solution = tokenizer.encode(problem.solution)
