@@ -11,15 +11,14 @@ rounds, and a ratio is the median of the rounds' ratios: what to quote are the r
 
 Shapes: k block size, W window tokens, B rows.
 """
-from cli import (add_model, add_options, check_file, check_plot, need, need_mask, need_package, open_device,
-                 parser, run)
+from cli import (add_model, add_options, check_file, check_plot, load_model, need, need_between, need_mask,
+                 need_package, open_device, parser, run)
 
 import dataclasses
 import itertools
 import json
 import math
 import time
-from collections import Counter
 from pathlib import Path
 from statistics import mean, median
 
@@ -34,7 +33,6 @@ from kernels.packed_linear import pack, packed_linear, together
 from kv_cache import KVCache, run_window
 from model import Llama, LlamaConfig
 from sbd_loss import ntp_loss, sbd_loss
-from tokenizer import Tokenizer
 
 HERE = Path(__file__).resolve().parent
 WINDOWS = (1, 2, 4, 8, 16, 32, 64)
@@ -95,12 +93,10 @@ def ceilings(nbytes, dtype, device, repeats) -> tuple:
         side = min(2 * SIDE, math.isqrt(halves.numel()))
         x, count = torch.ones(1, side, dtype=dtype, device=device), halves.numel() // side**2
         matrices = halves.view(-1)[:count * side**2].view(count, side, side)
-        packed = [pack(matrix) for matrix in matrices]                 # as decoding reads them
-
-        def matvec():
-            return [F.linear(x, m) if p is None else packed_linear(x, p) for m, p in zip(matrices, packed)]
-
-        seconds = interleaved(dict(copy=lambda: halves[1].copy_(halves[0]), matvec=matvec), repeats)
+        products = [(F.linear, m) if p is None else (packed_linear, p)   # as decoding reads them
+                    for m, p in zip(matrices, map(pack, matrices))]
+        jobs = dict(copy=lambda: halves[1].copy_(halves[0]), matvec=lambda: [f(x, m) for f, m in products])
+        seconds = interleaved(jobs, repeats)
         copy, matvec = size / median(seconds["copy"]), matrices.nbytes / median(seconds["matvec"])
         memory[size] = dict(copy=copy, matvec=matvec)
         print(f"  over {size / 1e6:,.1f} MB: copy {copy / 1e9:.1f} GB/s, read and written; "
@@ -142,26 +138,28 @@ def linears_job(model, batch, torch_own=False):
     c, weight = model.config, model.lm_head.weight
     x, heads, ffn = (torch.randn(batch, n, device=weight.device).to(weight.dtype)
                      for n in (c.hidden_size, c.num_attention_heads * c.head_dim, c.intermediate_size))
-    inputs = dict(o_proj=heads, down_proj=ffn)
-    each = [(inputs.get(name.split(".")[-1], x), m.weight) for name, m in model.named_modules()
-            if isinstance(m, torch.nn.Linear)]
+    groups = []   # an input and the linears that share it
+    for layer in model.model.layers:
+        a, mlp = layer.self_attn, layer.mlp
+        groups += [(x, a.q_proj, a.k_proj, a.v_proj), (heads, a.o_proj), (x, mlp.gate_proj, mlp.up_proj),
+                   (ffn, mlp.down_proj)]
+    groups.append((x, model.lm_head))
 
     @torch.inference_mode()
     def run():
-        if torch_own:
-            return [F.linear(*one) for one in each]
-        for layer in model.model.layers:
-            together(x, layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
-            layer.self_attn.o_proj(heads)
-            together(x, layer.mlp.gate_proj, layer.mlp.up_proj)
-            layer.mlp.down_proj(ffn)
-        return model.lm_head(x)
+        for x, *linears in groups:
+            if torch_own:
+                [F.linear(x, linear.weight) for linear in linears]
+            elif len(linears) > 1:
+                together(x, *linears)
+            else:
+                linears[0](x)
     return run
 
 
 def bench_forwards(model, case, kv_lens, batches, repeats) -> list:
     """Prefill and windows of every width, measured over roofline; a one-token forward over its linears."""
-    weights = [layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    nbytes = sum(m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Linear))
     figures = []
     for batch, kv_len in itertools.product(batches, kv_lens):
         at = dict(batch=batch, kv_len=kv_len)
@@ -186,7 +184,7 @@ def bench_forwards(model, case, kv_lens, batches, repeats) -> list:
                   + f"{slow:19.2f} ({cost.time / least[1].time:.2f})" * (name in WINDOWS))
         for name in ("linears", "torch's linears"):
             s, over = seconds[name], ratio(seconds[1], seconds[name])
-            rate = sum(w.numel() * w.itemsize for w in weights) / median(s)
+            rate = nbytes / median(s)
             figures.append(dict(window=name, **at, seconds=s, bandwidth=rate, forward_over=over))
             print(f"  {name:16}{spread(s)}  {rate / 1e9:.1f} GB/s; the window of 1 takes {over:.3f} of it")
     return figures
@@ -242,104 +240,95 @@ def forwards_of(model, run) -> list:
 
 def peak_memory(device, run):
     """Peak bytes during run(): of CUDA's allocator, else of the process; None where the system is silent."""
+    clear, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif Path("/proc/self/clear_refs").exists():
-        Path("/proc/self/clear_refs").write_text("5")   # Linux: forget the old peak
-    run()
-    if device.type == "cuda":
+        run()
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
+    if clear.exists():
+        clear.write_text("5")   # Linux: forget the old peak
+    run()
     return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024 if status.exists() else None
 
 
 @dataclasses.dataclass
-class Decoded:
-    """What decoding the prompts in one mode leaves behind; the rows are those of the last round."""
-    rows: list = dataclasses.field(default_factory=list)
-    first: list = dataclasses.field(default_factory=list)   # seconds to the first token, of all rounds
-    peak: int | None = None                                 # bytes
-    widths: Counter | None = None                           # how many decoding forwards had W tokens
-    kv_lens: tuple = ()                                     # cached tokens of each forward
+class Decoding:
+    """A job, decoding every prompt in one mode, one at a time, and what it leaves behind."""
+    model: Llama
+    prompts: list
+    options: dict                                              # of `decode`
+    nfe_speedup: float | None                                  # of the sampler "replay"
+    rows: list = dataclasses.field(default_factory=list)       # of the last round
+    first: list = dataclasses.field(default_factory=list)      # seconds to the first token, of all rounds
+    forwards: list = dataclasses.field(default_factory=list)   # (cached tokens, W) of each decoding forward
+    peak: int | None = None                                    # bytes
+
+    def __call__(self):
+        self.rows = []
+        for prompt in self.prompts:   # the schedule begins anew with each text
+            SAMPLERS["replay"] = replay(self.options["block_size"], self.nfe_speedup or 1)
+            began, row = time.perf_counter(), None
+            for steps in decoding.decode(self.model, [prompt], **self.options):
+                if row is None and steps[0].final:
+                    row = steps[0].row
+                    self.first.append(time.perf_counter() - began)
+            self.rows.append(row)
 
     @property
     def window(self):
-        return mean(self.widths.elements())                 # tokens
-
-
-def decode_job(model, prompts, options, nfe_speedup, decoded):
-    """A function that decodes every prompt, one at a time, into `decoded`; options: of `decode`."""
-    def decode(prompt):
-        SAMPLERS["replay"] = replay(options["block_size"], nfe_speedup or 1)   # begins anew with each text
-        began, row = time.perf_counter(), None
-        for steps in decoding.decode(model, [prompt], **options):
-            if row is None and steps[0].final:
-                row = steps[0].row
-                decoded.first.append(time.perf_counter() - began)
-        return row
-
-    def decode_all():
-        try:
-            decoded.rows = [decode(prompt) for prompt in prompts]
-        finally:
-            SAMPLERS.pop("replay", None)
-    return decode_all
+        return mean(W for _, W in self.forwards)               # tokens
 
 
 def decoding_jobs(model, prompts, modes, args):
-    """What bench_decoding times: jobs by name, what they leave by mode, and the mean of the cached tokens.
-
-    Names: a mode; ("prefill", mode); (mode, W), a forward of that width behind the mean cache.
-    """
-    k, S, decoded, jobs = args.block_size, args.nfe_speedup, {mode: Decoded() for mode in modes}, {}
+    """What bench_decoding times: the decoding of each mode, prefills, forwards; and the mean of the cached
+    tokens. Names: a mode; "prefill MODE"; "MODE W", a forward of that width behind the mean cache."""
+    k, S, jobs, prefills = args.block_size, args.nfe_speedup, {}, {}
     ends = S is not None or modes == ["ntp"]                # texts that mean nothing end at the limit
     options = {name: getattr(args, name) for name in OPTIONS} | dict(stop_ids=() if ends else None)
-    for mode, d in decoded.items():
+    for mode in modes:
         each = options | dict(mode=mode, sampler="replay" if S and mode == "sbd" else "eb")
-        jobs[mode] = decode_job(model, prompts, each, S, d)
-        jobs["prefill", mode] = decode_job(model, prompts, each | dict(max_new_tokens=0), S, Decoded())
-        seen = []                                           # once untimed: which forwards it runs
-        d.peak = peak_memory(model.lm_head.weight.device, lambda: seen.extend(forwards_of(model, jobs[mode])))
-        need(seen, "no prompt needs a forward behind its prefill: the model ends every text at once; try "
-                   "--nfe_speedup")
-        d.kv_lens, widths = zip(*seen)
-        d.widths = Counter(widths)
-    kv_len = round(mean(n for d in decoded.values() for n in d.kv_lens))
-    wanted = {(m, W) for m, d in decoded.items() for W in d.widths}
-    wanted |= {("sbd", W) for W in (k, 2 * k) if "sbd" in modes}                # of Eq. 16
-    wanted |= {(m, round(d.window)) for m, d in decoded.items() if m == "verified"}
+        d = jobs[mode] = Decoding(model, prompts, each, S)
+        prefills[f"prefill {mode}"] = Decoding(model, prompts, each | dict(max_new_tokens=0), S)
+        once = lambda: d.forwards.extend(forwards_of(model, d))   # untimed: which forwards it runs
+        d.peak = peak_memory(model.lm_head.weight.device, once)
+        need(d.forwards, "no prompt needs a forward behind its prefill: the model ends every text at once; "
+                         "try --nfe_speedup")
+    kv_len = round(mean(n for d in jobs.values() for n, _ in d.forwards))
+    wanted = {(mode, W) for mode, d in jobs.items() for _, W in d.forwards}
+    if "sbd" in modes:
+        wanted |= {("sbd", k), ("sbd", 2 * k)}              # of Eq. 16
+    if "verified" in modes:
+        wanted.add(("verified", round(jobs["verified"].window)))
     cache = filled_cache(model, 1, kv_len, max(W for _, W in wanted))
-    for m, W in sorted(wanted):
-        jobs[m, W] = forward_job(model, cache, k, *layout(m, W, k, args.hedges))
-    return jobs, decoded, kv_len
+    forwards = {f"{mode} {W}": forward_job(model, cache, k, *layout(mode, W, k, args.hedges))
+                for mode, W in sorted(wanted)}
+    return jobs, prefills, forwards, kv_len
 
 
-def predictions(mode, d, made, seconds, k, kv_len, case):
-    """The speedup over NTP that the times of the forwards predict, one a round, and the roofline's."""
-    per_forward, one = made / d.widths.total(), seconds["ntp", 1]
-    if mode == "sbd":
-        times = zip(one, seconds["sbd", k], seconds["sbd", 2 * k])
-        return ([equation_16(*t, k, per_forward) for t in times],
-                roofline.speedup(k, per_forward, kv_len, 1, **case))
-    return ([per_forward * a / b for a, b in zip(one, seconds[mode, round(d.window)])],
-            roofline.verified_speedup(per_forward, d.window, kv_len, 1, **case))
-
-
-def decoding_figures(mode, d, seconds, ntp, predict) -> dict:
-    """One mode's figures; ntp: those of NTP, None for NTP itself; predict(tokens made behind the prefill)."""
+def decoding_figures(mode, d, seconds, ntp, k, kv_len, case) -> dict:
+    """One mode's figures; ntp: those of NTP, None for NTP itself. Predicted: the speedup over NTP that the
+    times of the forwards predict, one a round, and the roofline's."""
     tokens, nfe = sum(len(row.tokens) for row in d.rows), sum(row.nfe for row in d.rows)
     made = tokens - (mode != "sbd") * len(d.rows)           # the prefill made the first token of the others
-    behind = [s - p for s, p in zip(seconds[mode], seconds["prefill", mode])]
-    alone = [sum(n * seconds[mode, W][i] for W, n in d.widths.items()) for i in range(len(behind))]
-    f = dict(tokens=tokens, nfe=nfe, nfe_speedup=tokens / nfe, forwards=d.widths.total(),
+    behind = [s - p for s, p in zip(seconds[mode], seconds[f"prefill {mode}"])]
+    alone = list(map(sum, zip(*(seconds[f"{mode} {W}"] for _, W in d.forwards))))
+    f = dict(tokens=tokens, nfe=nfe, nfe_speedup=tokens / nfe, forwards=len(d.forwards),
              mean_window=d.window, tokens_per_s=tokens / median(seconds[mode]),
              decode_tokens_per_s=[made / s for s in behind], first_token_s=median(d.first), peak_bytes=d.peak,
              in_forwards=ratio(alone, behind))
-    if ntp:
-        wall = [a / b for a, b in zip(f["decode_tokens_per_s"], ntp["decode_tokens_per_s"])]
-        predicted, ideal = predict(made)
-        f |= dict(wall_clock=wall, predicted=predicted, share=ratio(wall, predicted), roofline_speedup=ideal)
-    return f
+    if mode == "ntp":
+        return f
+    per_forward, one = made / len(d.forwards), seconds["ntp 1"]
+    if mode == "sbd":
+        times = zip(one, seconds[f"sbd {k}"], seconds[f"sbd {2 * k}"])
+        predicted = [equation_16(*t, k, per_forward) for t in times]
+        ideal = roofline.speedup(k, per_forward, kv_len, 1, **case)
+    else:
+        predicted = [per_forward * a / b for a, b in zip(one, seconds[f"verified {round(d.window)}"])]
+        ideal = roofline.verified_speedup(per_forward, d.window, kv_len, 1, **case)
+    wall = [a / b for a, b in zip(f["decode_tokens_per_s"], ntp["decode_tokens_per_s"])]
+    share = ratio(wall, predicted)
+    return f | dict(wall_clock=wall, predicted=predicted, share=share, roofline_speedup=ideal)
 
 
 def print_decoding(figures):
@@ -372,17 +361,19 @@ def bench_decoding(model, case, prompts, modes, args) -> dict:
     reveals = f"sbd REPLAYING {S:g} tokens a forward" if S else f"gamma {args.gamma}"
     print(f"\ndecoding {len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, batch 1, block {k}, "
           f"{args.hedges} hedges, {reveals}")
-    jobs, decoded, kv_len = decoding_jobs(model, prompts, modes, args)
-    seconds = interleaved(jobs, args.repeats, 0.2)   # a forward about as long as the decoding it explains
-    forwards = {f"{m} {W}": seconds[m, W] for m, W in (name for name in jobs if name[0] in modes)}
-    for name, s in forwards.items():
-        print(f"  {name.split()[0]:8} forward, {name.split()[1]:>3} tokens behind {kv_len}  {spread(s)}")
+    try:
+        jobs, prefills, forwards, kv_len = decoding_jobs(model, prompts, modes, args)
+        # The least: a forward runs about as long as the decoding that it explains.
+        seconds = interleaved(jobs | prefills | forwards, args.repeats, 0.2)
+    finally:
+        SAMPLERS.pop("replay", None)
+    for mode, W in map(str.split, forwards):
+        print(f"  {mode:8} forward, {W:>3} tokens behind {kv_len}  {spread(seconds[f'{mode} {W}'])}")
     figures = {}
-    for m, d in decoded.items():
-        figures[m] = decoding_figures(m, d, seconds, figures.get("ntp"),
-                                      lambda made: predictions(m, d, made, seconds, k, kv_len, case))
+    for mode, d in jobs.items():
+        figures[mode] = decoding_figures(mode, d, seconds, figures.get("ntp"), k, kv_len, case)
     print_decoding(figures)
-    return figures | dict(kv_len=kv_len, replayed=S, forward_s=forwards)
+    return figures | dict(kv_len=kv_len, replayed=S, forward_s={name: seconds[name] for name in forwards})
 
 
 def bench_training(model, case, args) -> dict:
@@ -401,8 +392,8 @@ def bench_training(model, case, args) -> dict:
              for name, rows in (("ntp", B), ("sbd", 2 * B))}
     print(f"\ntraining step, {B} x {L} tokens, block {k}, without the optimizer")
     for name, s in seconds.items():
-        over = median(s) / least[name]
-        print(f"  {name:5}{spread(s)}, {over:.2f} times the roofline's {1e3 * least[name]:.1f} ms")
+        print(f"  {name:5}{spread(s)}, {median(s) / least[name]:.2f} times the roofline's "
+              f"{1e3 * least[name]:.1f} ms")
     slow = ratio(seconds["sbd"], seconds["ntp"])
     print(f"  an SBD step costs {slow:.2f} NTP steps")
     return dict(seconds=seconds, roofline=least, ratio=slow)
@@ -415,14 +406,14 @@ def bench_transformers(model, prompt, new_tokens, repeats) -> dict:
     theirs = AutoModelForCausalLM.from_pretrained(model.folder, dtype=dtype).to(device).eval()
     theirs.generation_config.eos_token_id = None   # both decode exactly new_tokens
     ids, texts = torch.tensor([prompt], device=device), {}
-    options = dict(attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0)
 
     def ours():
         [row] = decoding.generate(model, [prompt], mode="ntp", max_new_tokens=new_tokens, stop_ids=())
         texts["ours"] = row.tokens
 
     def transformers():
-        row = theirs.generate(ids, max_new_tokens=new_tokens, **options)[0]
+        [row] = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens,
+                                do_sample=False, pad_token_id=0)
         texts["transformers"] = row[len(prompt):].tolist()
 
     print(f"\nNTP decoding of {new_tokens} tokens behind {len(prompt)}, batch 1")
@@ -482,11 +473,7 @@ def sizes(text):
 
 
 OPTIONS = "block_size", "gamma", "hedges", "max_new_tokens"   # those of generate.py that are taken here
-COUNTS = dict(   # least, most, default, help
-    num_prompts=(1, 2**16, 16, "held-out word problems to decode; --random_weights: 128 random ids each"),
-    batch_size=(0, 2**16, 8, "rows of a training step; 0: none is timed"),
-    seq_len=(2, 2**20, 512, "tokens a row of it"),
-    repeats=(1, 1000, 7, "timed rounds of everything"))
+COUNTS = dict(num_prompts=(1, 2**16), batch_size=(0, 2**16), seq_len=(2, 2**20), repeats=(1, 1000))
 
 
 def parse(argv=None):
@@ -498,8 +485,11 @@ def parse(argv=None):
     a("--kv_lens", type=sizes, default="128,1024", help="cached tokens of the windows; lengths of prefills")
     a("--batches", type=sizes, default="1,4", help="rows of the timed forwards")
     a("--nfe_speedup", type=float, help="SBD reveals this many tokens a forward, whatever the model predicts")
-    for name, (_, _, default, text) in COUNTS.items():
-        a(f"--{name}", type=int, default=default, help=text)
+    a("--num_prompts", type=int, default=16,
+      help="held-out word problems to decode; --random_weights: 128 random ids each")
+    a("--batch_size", type=int, default=8, help="rows of a training step; 0: none is timed")
+    a("--seq_len", type=int, default=512, help="tokens a row of it")
+    a("--repeats", type=int, default=7, help="timed rounds of everything")
     a("--kernels", action="store_true", help="check and time the Triton kernels, nothing else; for Hopper")
     a("--json", type=Path, help="write all figures to this file")
     a("--plot", type=Path, help="draw the timed forwards on the roofline to this .png, .pdf or .svg file")
@@ -511,9 +501,7 @@ def parse(argv=None):
 def check(args):
     """Refuse what cannot be timed before anything of the model is read."""
     decoding.Options(**{name: getattr(args, name) for name in OPTIONS})
-    for name, (least, most, *_) in (COUNTS | dict(max_new_tokens=(2, 2**31))).items():
-        given = getattr(args, name)
-        need(least <= given <= most, f"--{name} {given}: wanted {least} to {most}")
+    need_between(args, **COUNTS, max_new_tokens=(2, 2**31))
     for name in ("kv_lens", "batches"):
         need(all(1 <= n < 2**31 for n in getattr(args, name)), f"--{name}: wanted numbers of 1 to 2^31 - 1")
     need(args.nfe_speedup is None or 1 <= args.nfe_speedup <= args.block_size,
@@ -561,9 +549,9 @@ def load(args, config, device, dtype):
         prompts = torch.randint(config.vocab_size, (args.num_prompts, 128)).tolist()
     else:
         from data.word_problems.prepare import problems
-        texts = [problem.prompt for problem in problems("val", args.num_prompts)]
-        model = Llama.from_pretrained(args.init_from, device, dtype, args.mask_id)
-        prompts = list(map(Tokenizer.from_pretrained(model.folder).encode, texts))
+        tasks = problems("val", args.num_prompts)   # refuses more than there are, before weights are read
+        model, tokenizer = load_model(args)
+        prompts = [tokenizer.encode(task.prompt) for task in tasks]
     model.fuse()
     return decoding.compile_decoding(model) if args.compile else model, prompts
 
@@ -575,9 +563,8 @@ def bench(args) -> dict:
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     config, count = shape(args, device, dtype)
     model, prompts = load(args, config, device, dtype)
-    machine = f"CPU, {torch.get_num_threads()} threads"
-    if device.type == "cuda":
-        machine = torch.cuda.get_device_name(device)
+    machine = (torch.cuda.get_device_name(device) if device.type == "cuda" else
+               f"CPU, {torch.get_num_threads()} threads")
     how = ["random weights"] * args.random_weights + ["compiled"] * args.compile
     title = ", ".join([Path(args.init_from).name, *how, str(dtype).removeprefix("torch."), machine])
     print(f"{title}: {count / 1e6:,.1f}M parameters, torch {torch.__version__}")

@@ -9,64 +9,44 @@ that all can be timed in one run:
     python speculative.py --draft_from=out/tiny-draft                      on held-out word problems
     python speculative.py --dataset=stdlib --init_from=out/code --draft_from=out/code-draft --block_size=16
 """
-from cli import add_model, load_model, need, parser, run
+from cli import add_model, load_model, need, need_between, parser, run
 
-import statistics
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from bench import interleaved
+from bench import interleaved, ratio
 from data.bin import Dataset
 from data.word_problems.prepare import problems
-from eval import encode, need_between
-from generate import Options, Row, check_prompts, generate
-from kv_cache import KVCache, run_window
+from eval import encode
+from generate import Options, Row, check_prompts, generate, prefill, verified_step
+from kv_cache import KVCache, lend_cache
 from model import Llama
 
 HERE = Path(__file__).resolve().parent
 
 
 @torch.inference_mode()
-def extend(model, cache, tokens, read=0):
-    """One causal window over `tokens` -> the NTP predictions behind tokens[read:], a list; commits
-    nothing."""
-    logits = model.lm_head(run_window(model, cache, [tokens], [len(tokens)], [[]], 0)[:, read:])[0]
-    if model.config.mask_id is not None:
-        logits[:, model.config.mask_id] = -torch.inf
-    return logits.argmax(-1).tolist()
-
-
 def speculate(model, prompt, propose, max_new_tokens=256, stop_ids=None) -> Row:
     """Greedy decoding of `prompt`, a list of ids, with the drafts of propose(text so far) -> list of ids.
 
     stop_ids: None for the model's own. nfe counts the forwards of `model` as method section 5 does; the
     draft's own cost is in the seconds only. Raises ValueError for what `generate` refuses too.
     """
-    Options(mode="ntp", max_new_tokens=max_new_tokens)
-    check_prompts(model.config, [prompt], "ntp", 1)
     stop_ids = model.config.stop_ids if stop_ids is None else stop_ids
+    o = Options(mode="ntp", max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    check_prompts(model.config, [prompt], o.mode, o.k)
     model.fuse()
-    row = Row(0, min(max_new_tokens, model.config.max_position_embeddings - len(prompt)), None)
-    if row.limit == 0:
-        return row
-    weight = model.lm_head.weight
-    cache = KVCache(model.config, 1, len(prompt) + row.limit, weight.device, weight.dtype)
-    following = extend(model, cache, prompt, -1)[0]
-    cache.commit([len(prompt)])
-    while not row.done:
-        row.nfe += 1
-        draft, room = [], row.limit - len(row.tokens) - 1
-        if following not in stop_ids and room:                     # else this pass only outputs `following`
-            draft = propose(prompt + row.tokens + [following])[:room]
-            predicted = extend(model, cache, [following] + draft)
-            accepted = next((j for j, token in enumerate(draft) if token != predicted[j]), len(draft))
-            cache.commit([1 + accepted])
-            row.extend([following] + draft[:accepted], stop_ids)
-            following = predicted[accepted]
-        else:
-            row.extend([following], stop_ids)
+    row = Row(0, min(max_new_tokens, model.config.max_position_embeddings - len(prompt)))
+    with lend_cache(model, 1, len(prompt) + row.limit) as cache:
+        prefill(model, cache, [prompt], [row], o)
+        while not row.done and not row.ends_with_next(stop_ids):
+            row.draft = propose(prompt + row.tokens + [row.next])[:row.limit - len(row.tokens) - 1]
+            verified_step(model, cache, [row], o)  # with blocks of one token it lays out none
+        if not row.done:  # a `next` that ends its row needs no forward
+            row.accept(0, stop_ids)
     return row
 
 
@@ -74,7 +54,7 @@ def draft_model(model, length: int):
     """propose(text) -> `length` greedy tokens of a smaller model; its cache keeps what the last texts
     share."""
     model.fuse()
-    weight, known = model.lm_head.weight, []
+    weight, known, row, o = model.lm_head.weight, [], Row(0, length), Options(mode="ntp")
     cache = KVCache(model.config, 1, model.config.max_position_embeddings, weight.device, weight.dtype)
 
     def propose(text):
@@ -84,10 +64,10 @@ def draft_model(model, length: int):
         cache.lengths[:] = shared  # what was drafted and refused is overwritten
         fresh, draft = text[shared:], []
         for _ in range(min(length, cache.k.shape[3] - len(text))):
-            draft.append(extend(model, cache, fresh, -1)[0])
-            cache.commit([len(fresh)])
-            fresh = draft[-1:]
-        known = (text + draft[:-1])[:int(cache.lengths[0])]
+            prefill(model, cache, [fresh], [row], o)
+            fresh = [row.next]
+            draft += fresh
+        known = (text + draft)[:int(cache.lengths[0])]
         return draft
 
     return propose
@@ -99,9 +79,8 @@ def prompt_lookup(length: int, ngram: int = 3):
     def propose(text):
         ids = np.array(text)
         for n in range(min(ngram, len(text) - 1), 0, -1):
-            same = np.ones(len(text) - n, bool)  # begins the last n tokens' n-gram again here?
-            for j in range(n):
-                same &= ids[j:len(text) - n + j] == ids[len(text) - n + j]
+            # begins the last n tokens' n-gram again here?
+            same = np.all([ids[j:j - n] == ids[j - n] for j in range(n)], 0)
             if (found := np.flatnonzero(same)).size:
                 return text[found[-1] + n:found[-1] + n + length]
         return []
@@ -111,23 +90,19 @@ def prompt_lookup(length: int, ngram: int = 3):
 
 def ways_to_decode(model, draft, block_size, options):
     """name -> (parameters beside the model's, function: a prompt -> Row)."""
-    def by_mode(**cell):
-        return 0, lambda prompt: generate(model, [prompt], **cell | options)[0]
-
-    def by_draft(extra, propose):
-        return extra, lambda prompt: speculate(model, prompt, propose, **options)
-
-    ways = {"NTP": by_mode(mode="ntp")}
+    ours = lambda prompt, **cell: generate(model, [prompt], **cell, **options)[0]
+    peers = partial(speculate, model, **options)
+    ways = {"NTP": (0, partial(ours, mode="ntp"))}
     for gamma in (0.1, 0.35):
-        ways[f"SBD, block 16, gamma {gamma}"] = by_mode(gamma=gamma)
+        ways[f"SBD, block 16, gamma {gamma}"] = 0, partial(ours, gamma=gamma)
     for h in (1, 2, 4):
         cell = dict(mode="verified", block_size=block_size, hedges=h)
-        ways[f"verified, block {block_size}, h = {h}"] = by_mode(**cell)
+        ways[f"verified, block {block_size}, h = {h}"] = 0, partial(ours, **cell)
     for n in (4, 8, 16) if draft else ():
         size = sum(weight.numel() for weight in draft.parameters())
-        ways[f"draft model, {n} tokens"] = by_draft(size, draft_model(draft, n))
+        ways[f"draft model, {n} tokens"] = size, partial(peers, propose=draft_model(draft, n))
     for n in (4, 8, 16):
-        ways[f"prompt lookup, {n} tokens"] = by_draft(0, prompt_lookup(n))
+        ways[f"prompt lookup, {n} tokens"] = 0, partial(peers, propose=prompt_lookup(n))
     return ways
 
 
@@ -137,17 +112,17 @@ def compare(model, draft, prompts, block_size, max_new_tokens, repeats) -> list:
     smaller model, or None."""
     ways, rows = ways_to_decode(model, draft, block_size, dict(max_new_tokens=max_new_tokens)), {}
 
-    def job(name, way):
-        return lambda: rows.update({name: [way(prompt) for prompt in prompts]})
+    def decode(name, way):
+        rows[name] = [way(prompt) for prompt in prompts]
 
-    seconds = interleaved({name: job(name, way) for name, (_, way) in ways.items()}, repeats)
-    baseline, table = [row.tokens for row in rows["NTP"]], []
+    seconds = interleaved({name: partial(decode, name, way) for name, (_, way) in ways.items()}, repeats)
+    ntp, table = [row.tokens for row in rows["NTP"]], []
     for name, (extra, _) in ways.items():
         texts = [row.tokens for row in rows[name]]
-        longer = sum(map(len, texts)) / sum(map(len, baseline))
-        speed = statistics.median(longer * ntp / s for s, ntp in zip(seconds[name], seconds["NTP"]))
-        per_forward = sum(map(len, texts)) / sum(row.nfe for row in rows[name])
-        table.append((name, per_forward, speed, extra, sum(map(list.__eq__, texts, baseline)) / len(texts)))
+        tokens = sum(map(len, texts))
+        speed = ratio(seconds["NTP"], seconds[name]) * tokens / sum(map(len, ntp))
+        same = sum(map(list.__eq__, texts, ntp)) / len(texts)
+        table.append((name, tokens / sum(row.nfe for row in rows[name]), speed, extra, same))
     return table
 
 
@@ -183,12 +158,11 @@ def main(argv=None):
              f"{sizes[1]}: a draft model needs the same tokenizer")
     prompts = read_prompts(args, tokenizer)
     print(f"{len(prompts)} prompts, batch 1, {weight.device} {weight.dtype}, "
-          f"{torch.get_num_threads()} threads, torch {torch.__version__}\n")
-    print("| decoding | tokens a forward | speed over NTP | extra parameters | texts as NTP's, % |")
-    print("|---|---|---|---|---|")
-    for row in compare(model, draft, prompts, args.block_size, args.max_new_tokens, args.repeats):
-        name, per_forward, speed, extra, same = row
-        print(f"| {name} | {per_forward:.2f} | {speed:.2f} | {extra:,} | {100 * same:.0f} |")
+          f"{torch.get_num_threads()} threads, torch {torch.__version__}\n\n"
+          "| decoding | tokens a forward | speed over NTP | extra parameters | texts as NTP's, % |\n"
+          "|---|---|---|---|---|")
+    for *row, same in compare(model, draft, prompts, args.block_size, args.max_new_tokens, args.repeats):
+        print("| {} | {:.2f} | {:.2f} | {:,} | {:.0f} |".format(*row, 100 * same))
 
 
 if __name__ == "__main__":

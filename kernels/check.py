@@ -12,18 +12,19 @@ if __name__ == "__main__":   # the project's modules are those of the folder abo
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from cli import need, parser, run
 
-import functools
 import itertools
 import math
 import os
 import subprocess
 import time
 import timeit
+from functools import partial
 from statistics import median
 
 import torch
 import torch.nn.functional as F
 
+from kernels.cuda_graph import cuda_graph
 from kernels.sbd_attention import cost, intervals, row_intervals, sbd_attend, sbd_attention
 from kv_cache import KVCache, cached_attend, window
 from model import LlamaConfig
@@ -32,29 +33,22 @@ from sbd_loss import sbd_attention_mask
 # Windows of the timed decoding: W -> causal tokens, what each block sees, block size.
 KERNEL_WINDOWS = {1: (1, [], 1), 16: (0, [0], 16), 32: (16, [16], 16)}
 CHECKED_WINDOWS = KERNEL_WINDOWS | {20: (5, [1, 3, 5], 5), 128: (64, [64], 64)}
-# GPU, and the interpreter on the CPU: heads, key heads, D; cached tokens; L of the training checks; repeats.
-ON_GPU, INTERPRETED = (32, 8, 128, 1000, 500, 20), (4, 2, 16, 70, 20, 1)
+GPU = torch.cuda.is_available()   # else the interpreter on the CPU, and tiny shapes
+DEVICE = torch.device("cuda" if GPU else "cpu")
+H, HKV, D, KV_LEN, CHECKED_L, REPEATS = (32, 8, 128, 1000, 500, 20) if GPU else (4, 2, 16, 70, 20, 1)
 FLEX_UNTIL = 300   # seconds after which no further shape is compiled for FlexAttention
 
 
-def kernel_seconds(functions: dict, repeats: int, graph: bool) -> dict:
+def kernel_seconds(functions: dict, graph: bool) -> dict:
     """name -> median seconds a call, in turn. graph: on CUDA, replayed without Python's part of it."""
-    if not torch.cuda.is_available():   # interpreted: the figures only have to be there
-        return {name: timeit.timeit(f, number=repeats) / repeats for name, f in functions.items()}
-    flush = torch.empty(2**28, dtype=torch.int8, device="cuda")   # fills the L2 cache before each call
-    calls, seconds = dict(functions), {name: [] for name in functions}
-    for name, function in functions.items():
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(3):
-                function()
-        torch.cuda.synchronize()
-        if graph:
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured):
-                function()
-            calls[name] = captured.replay
-    for _ in range(repeats):
-        for name, call in calls.items():
+    if not GPU:   # the figures only have to be there
+        return {name: timeit.timeit(f, number=REPEATS) / REPEATS for name, f in functions.items()}
+    flush = torch.empty(2**28, dtype=torch.int8, device=DEVICE)   # fills the L2 cache before each call
+    if graph:
+        functions = {name: cuda_graph(lambda _, f=f: f(), [flush], None) for name, f in functions.items()}
+    seconds = {name: [] for name in functions}
+    for _ in range(3 + REPEATS):   # the first three warm up
+        for name, call in functions.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
             start.record()
@@ -62,7 +56,7 @@ def kernel_seconds(functions: dict, repeats: int, graph: bool) -> dict:
             end.record()
             end.synchronize()
             seconds[name].append(start.elapsed_time(end) / 1e3)
-    return {name: median(s) for name, s in seconds.items()}
+    return {name: median(s[3:]) for name, s in seconds.items()}
 
 
 def relative_error(ours, truth):
@@ -71,22 +65,21 @@ def relative_error(ours, truth):
 
 # -------------------------------------------------------------------------------------- decoding
 
-def decoding_case(shape, batch, kv_len, W, dtype, device):
-    """One layer's inputs q, k, v of a window behind kv_len tokens; the rule; Triton's KVCache, whose tensors
-    SDPA's shares; attend[name] runs it."""
-    H, Hkv, D, *_ = shape
+def decoding_case(batch, kv_len, W, dtype):
+    """One layer's inputs q, k, v of a window behind kv_len tokens; the kernel's rule; the KVCache;
+    attend[name] runs it, by SDPA or by the kernel."""
     causal, sees, k = CHECKED_WINDOWS[W]
-    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=H, num_key_value_heads=Hkv, head_dim=D)
-    ours = KVCache(config, batch, kv_len + W, device, dtype, "triton")
-    plain = KVCache(config, batch, 1, device, dtype, "sdpa")
-    plain.k, plain.v = ours.k.normal_(), ours.v.normal_()
-    qkv = [torch.randn(batch, W, n, D, device=device, dtype=dtype).transpose(1, 2) for n in (H, Hkv, Hkv)]
-    windows, attend = {}, {}
-    for name, cache in dict(triton=ours, sdpa=plain).items():
-        cache.commit([kv_len] * batch)
-        windows[name] = window(cache, [causal] * batch, [sees] * batch, k)
-        attend[name] = functools.partial(cached_attend(cache, windows[name]), 0, *qkv)
-    return qkv, windows["triton"].rule, ours, attend
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=H, num_key_value_heads=HKV, head_dim=D)
+    cache = KVCache(config, batch, kv_len + W, DEVICE, dtype, "triton")
+    cache.k.normal_(), cache.v.normal_()
+    cache.commit([kv_len] * batch)
+    qkv = [torch.randn(batch, W, n, D, device=DEVICE, dtype=dtype).transpose(1, 2) for n in (H, HKV, HKV)]
+    attend = {}
+    for name, kernel in dict(sdpa=None, triton=cache.kernel).items():
+        cache.kernel = kernel
+        w = window(cache, [causal] * batch, [sees] * batch, k)
+        attend[name] = partial(cached_attend(cache, w), 0, *qkv)
+    return qkv, w.rule, cache, attend
 
 
 def flex_decoding(q, rule, cache):
@@ -96,21 +89,20 @@ def flex_decoding(q, rule, cache):
     seen, block = rule[0, 2:2 + W].contiguous(), rule[0, 2 + W:].contiguous()
 
     def may_attend(b, h, row, key):
-        own = (key - length).clamp(min=0)
-        same = (block[row] >= 0) & (key >= length) & (block[row] == block[own])
-        return (key - length < seen[row]) | same
+        own = (key - length).clamp(min=0)   # place in the window
+        return (key - length < seen[row]) | (block[row] >= 0) & (block[row] == block[own])
 
     mask = create_block_mask(may_attend, None, None, W, length + W, device=q.device)
     torch._dynamo.reset()   # else it stops compiling after a few shapes
     keys, values = (x[0, :, :, :length + W] for x in (cache.k, cache.v))
-    return functools.partial(torch.compile(flex_attention, dynamic=False), q, keys, values, block_mask=mask,
-                             enable_gqa=True)
+    return partial(torch.compile(flex_attention, dynamic=False), q, keys, values, block_mask=mask,
+                   enable_gqa=True)
 
 
-def check_decoding(shape, W, dtype, device):
+def check_decoding(W, dtype):
     """The decoding kernel against its float64 reference: relative error; the cache must be equal."""
     from kernels.block_decode import reference   # here: a CPU may have no Triton
-    qkv, rule, cache, attend = decoding_case(shape, 2, shape[3], W, dtype, device)
+    qkv, rule, cache, attend = decoding_case(2, KV_LEN, W, dtype)
     exact = [x.double() for x in (*qkv, cache.k[0], cache.v[0])]
     out, truth = attend["triton"](), reference(*exact, rule)
     need(torch.equal(cache.k[0].double(), exact[3]) and torch.equal(cache.v[0].double(), exact[4]),
@@ -118,57 +110,51 @@ def check_decoding(shape, W, dtype, device):
     return dict(output=relative_error(out, truth))
 
 
-def time_decoding(shape, batch, kv_len, W, dtype, device, flex, copy):
+def time_decoding(batch, kv_len, W, flex, copy):
     """One layer's attention: Triton beside SDPA and FlexAttention; the cache's bytes a second over `copy`."""
     from kernels.block_decode import cost
-    H, Hkv, D, *_, repeats = shape
-    qkv, rule, cache, jobs = decoding_case(shape, batch, kv_len, W, dtype, device)
+    qkv, rule, cache, jobs = decoding_case(batch, kv_len, W, torch.bfloat16)
     if flex:
         jobs["flex"] = flex_decoding(qkv[0], rule, cache)
-    s = kernel_seconds(jobs, repeats, graph=True)
-    row = dict(ms=1e3 * s["triton"], tflops=cost(rule.cpu(), H, Hkv, D, 2)["flops"] / s["triton"] / 1e12,
-               of_copy=2 * batch * Hkv * kv_len * D * dtype.itemsize / s["triton"] / copy)
-    return row | {f"over_{name}": s[name] / s["triton"] for name in ("sdpa", "flex") if name in s}
+    s = kernel_seconds(jobs, graph=True)
+    ours, flops = s.pop("triton"), cost(rule.cpu(), H, HKV, D, 2)["flops"]
+    row = dict(ms=1e3 * ours, tflops=flops / ours / 1e12,
+               of_copy=2 * batch * HKV * kv_len * D * cache.k.itemsize / ours / copy)
+    return row | {f"over_{name}": theirs / ours for name, theirs in s.items()}
 
 
 # -------------------------------------------------------------------------------------- training
 
-def training_inputs(batch, heads, kv_heads, L, D, dtype, device):
+def training_inputs(batch, heads, kv_heads, L, dim, dtype, device):
     """q, k, v (B, H or Hkv, 2L, D) that want gradients, and the output's gradient."""
-    return [torch.randn(batch, n, 2 * L, D, device=device, dtype=dtype, requires_grad=i < 3) for i, n in
+    return [torch.randn(batch, n, 2 * L, dim, device=device, dtype=dtype, requires_grad=i < 3) for i, n in
             enumerate((heads, kv_heads, kv_heads, heads))]
 
 
-def check_training(shape, k, dtype, device):
+def check_training(L, k, dtype):
     """The training kernels against dense float64 attention with the mask: relative errors."""
-    H, Hkv, D, _, L, _ = shape
-    *qkv, g = training_inputs(1, H // 4, Hkv // 2, L, D, dtype, device)
+    *qkv, g = training_inputs(1, H // 4, HKV // 2, L, D, dtype, DEVICE)
     out = sbd_attention(*qkv, k, backend="triton")
     exact = [x.detach().double().requires_grad_() for x in qkv]
-    keys, values = (x.repeat_interleave(qkv[0].shape[1] // x.shape[1], 1) for x in exact[1:])
-    scores = exact[0] @ keys.transpose(2, 3) / math.sqrt(D)
-    truth = scores.masked_fill(~sbd_attention_mask(L, k).to(device), -torch.inf).softmax(-1) @ values
+    mask = sbd_attention_mask(L, k).to(DEVICE)
+    truth = F.scaled_dot_product_attention(*exact, attn_mask=mask, enable_gqa=True)
     ours, theirs = torch.autograd.grad(out, qkv, g), torch.autograd.grad(truth, exact, g.double())
-    return {name: relative_error(*pair) for name, *pair in zip(("output", "dq", "dk", "dv"), (out, *ours),
-                                                               (truth, *theirs))}
+    return dict(zip(("output", "dq", "dk", "dv"), map(relative_error, (out, *ours), (truth, *theirs))))
 
 
-def time_training(shape, batch, L, k, dtype, device, flex):
-    """Triton and compiled FlexAttention, forward and both; Triton's peak memory over what must exist."""
-    H, Hkv, D, *_, repeats = shape
-    *qkv, g = training_inputs(batch, H, Hkv, L, D, dtype, device)
-    attend = {name: sbd_attend(L, k, None, device, name) for name in ["triton"] + ["flex"] * flex}
-    jobs = {(name, "forward"): functools.partial(f, *qkv) for name, f in attend.items()}
+def time_training(batch, L, k):
+    """Triton and, on a GPU, compiled FlexAttention, forward and both; Triton's peak memory over what must
+    exist."""
+    *qkv, g = training_inputs(batch, H, HKV, L, D, torch.bfloat16, DEVICE)
+    attend = {name: sbd_attend(L, k, None, DEVICE, name) for name in ["triton"] + ["flex"] * GPU}
+    jobs = {(name, "forward"): partial(f, *qkv) for name, f in attend.items()}
     jobs |= {(name, "both"): lambda f=f: torch.autograd.grad(f(*qkv), qkv, g) for name, f in attend.items()}
-    s = kernel_seconds(jobs, repeats, graph=False)
-    flops = cost(batch, H, Hkv, L, D, k)["flops"]              # forward, backward
-    t = s["triton", "forward"], s["triton", "both"] - s["triton", "forward"]
-    row = dict(ms=1e3 * s["triton", "both"], forward_tflops=flops[0] / t[0] / 1e12,
-               backward_tflops=flops[1] / t[1] / 1e12)
-    if flex:
-        row |= dict(over_flex=s["flex", "both"] / s["triton", "both"],
-                    forward_over_flex=s["flex", "forward"] / t[0])
-    if device.type == "cuda":
+    s = kernel_seconds(jobs, graph=False)
+    forward, both, flops = s["triton", "forward"], s["triton", "both"], cost(batch, H, HKV, L, D, k)["flops"]
+    row = dict(ms=1e3 * both, forward_tflops=flops[0] / forward / 1e12,
+               backward_tflops=flops[1] / (both - forward) / 1e12)
+    if GPU:
+        row |= dict(over_flex=s["flex", "both"] / both, forward_over_flex=s["flex", "forward"] / forward)
         must = 2 * sum(x.nbytes for x in (*qkv, g))            # with the gradients, and with o in g's size
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -180,50 +166,48 @@ def time_training(shape, batch, L, k, dtype, device, flex):
 
 # -------------------------------------------------------------------------------------- bench.py --kernels
 
-def checks(shape, on_gpu):
-    """The cases that are checked: name, function, target, arguments."""
-    *_, kv_len, L, _ = shape
+def cases(figures):
+    """What is checked, then what is timed: name, figures wanted, function, its arguments.
+
+    figures: those of the cases so far, by name. A check wants relative errors of at most that.
+    """
     for dtype, most in ((torch.float32, "1e-5"), (torch.bfloat16, "2e-2"), (torch.float16, "2e-2")):
         short = str(dtype).removeprefix("torch.")
-        for W in CHECKED_WINDOWS if on_gpu else (1, 20):
-            yield f"check decoding W={W} KV={kv_len} {short}", check_decoding, most, dict(W=W, dtype=dtype)
+        for W in CHECKED_WINDOWS if GPU else (1, 20):
+            yield f"check decoding W={W} KV={KV_LEN} {short}", most, check_decoding, W, dtype
         for k in (5, 16):
-            yield f"check training L={L} k={k} {short}", check_training, most, dict(k=k, dtype=dtype)
-
-
-def timings(on_gpu, copy, figures):
-    """The cases that are timed. figures: those of the cases so far, by name."""
-    began, args = time.perf_counter(), dict(dtype=torch.bfloat16)
-    for L in (16384, 4096) if on_gpu else (20,):
+            yield f"check training L={CHECKED_L} k={k} {short}", most, check_training, CHECKED_L, k, dtype
+    began, source = time.perf_counter(), torch.empty(2**30 if GPU else 2**20, dtype=torch.int8, device=DEVICE)
+    job = partial(torch.empty_like(source).copy_, source)
+    copy = 2 * source.nbytes / kernel_seconds(dict(copy=job), graph=GPU)["copy"]   # bytes/s
+    del source, job
+    print(f"copy bandwidth {copy / 1e9:,.0f} GB/s (bytes read plus bytes written)")
+    for L in (16384, 4096) if GPU else (20,):
         wanted = "forward 300, backward 200, over_flex 1 (better 1.3), memory 1.2" if L == 16384 else ""
-        yield (f"training B=2 L={L} k=16 bfloat16", time_training, wanted,
-               args | dict(batch=2, L=L, k=16, flex=on_gpu))
-    for batch, kv_len in itertools.product((1, 8), (4096, 32768, 131072)) if on_gpu else [(1, 70)]:
-        title = f"decoding B={batch} KV={kv_len}"
+        yield f"training B=2 L={L} k=16 bfloat16", wanted, time_training, 2, L, 16
+    for batch, kv_len in itertools.product((1, 8), (4096, 32768, 131072)) if GPU else [(1, 70)]:
+        title, ms = f"decoding B={batch} KV={kv_len}", {}
         for W in KERNEL_WINDOWS:
             wanted = "" if batch == 1 or kv_len < 32768 else "of_copy 0.85" if W < 32 else "tflops 300"
-            flex = on_gpu and time.perf_counter() - began < FLEX_UNTIL
-            yield (f"{title} W={W} bfloat16", time_decoding, wanted,
-                   args | dict(batch=batch, kv_len=kv_len, W=W, flex=flex, copy=copy))
-        ms = {W: figures[f"{title} W={W} bfloat16"].get("ms", math.nan) for W in KERNEL_WINDOWS}
-        over = {f"W={W}": t / ms[1] for W, t in ms.items()}
+            name, flex = f"{title} W={W} bfloat16", GPU and time.perf_counter() - began < FLEX_UNTIL
+            yield name, wanted, time_decoding, batch, kv_len, W, flex, copy
+            ms[W] = figures[name].get("ms", math.nan)
         wanted = "W=16 1.2, W=32 1.6" if (batch, kv_len) == (1, 32768) else ""
-        yield f"{title}, seconds over W=1's", lambda *_, over=over, **__: over, wanted, {}
+        yield f"{title}, seconds over W=1's", wanted, dict, {f"W={W}": t / ms[1] for W, t in ms.items()}
 
 
-def run_case(name, function, wanted, args, shape, device) -> dict:
+def run_case(name, wanted, function, *args) -> dict:
     """A case's figures, printed; of one that fails, why."""
     try:
-        figures = function(shape, device=device, **args)
+        figures = function(*args)
         text = "  ".join(f"{n} {x:.4g}" for n, x in figures.items())
-        if function in (check_decoding, check_training):
+        if name.startswith("check"):
             text += "  ok" if all(x <= float(wanted) for x in figures.values()) else "  WRONG"
     except Exception as error:   # whatever it is, the other cases are worth having
         figures = dict(failed=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
         text = f"failed: {figures['failed']}"
     print(f"{name:52} {text}" + f"  (wanted: {wanted})" * bool(wanted), flush=True)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     return dict(name=name, wanted=wanted, **figures)
 
 
@@ -232,21 +216,13 @@ def bench_kernels() -> list:
 
     Without a GPU, under TRITON_INTERPRET=1, a tiny case of each. A case that fails is a row that says why.
     """
-    on_gpu, began, rows = torch.cuda.is_available(), time.perf_counter(), {}
-    need(on_gpu or os.environ.get("TRITON_INTERPRET") == "1",
+    began, rows = time.perf_counter(), {}
+    need(GPU or os.environ.get("TRITON_INTERPRET") == "1",
          "--kernels needs a GPU (TRITON_INTERPRET=1 runs tiny cases on the CPU)")
-    device, shape = torch.device("cuda" if on_gpu else "cpu"), ON_GPU if on_gpu else INTERPRETED
-    machine = torch.cuda.get_device_name() if on_gpu else "CPU, interpreted: the seconds mean nothing"
-    print(f"{machine}, torch {torch.__version__}, H={shape[0]} Hkv={shape[1]} D={shape[2]}")
-    for name, *case in checks(shape, on_gpu):
-        rows[name] = run_case(name, *case, shape, device)
-    source = torch.empty(2**30 if on_gpu else 2**20, dtype=torch.int8, device=device)
-    job = functools.partial(torch.empty_like(source).copy_, source)
-    copy = 2 * source.nbytes / kernel_seconds(dict(copy=job), shape[-1], graph=on_gpu)["copy"]   # bytes/s
-    del source, job
-    print(f"copy bandwidth {copy / 1e9:,.0f} GB/s (bytes read plus bytes written)")
-    for name, *case in timings(on_gpu, copy, rows):
-        rows[name] = run_case(name, *case, shape, device)
+    machine = torch.cuda.get_device_name() if GPU else "CPU, interpreted: the seconds mean nothing"
+    print(f"{machine}, torch {torch.__version__}, H={H} Hkv={HKV} D={D}")
+    for name, *case in cases(rows):
+        rows[name] = run_case(name, *case)
     print(f"{time.perf_counter() - began:.0f} s. over_NAME: NAME's seconds over Triton's; of_copy: KV bytes "
           "a second over copy bandwidth; memory: peak over q, k, v, o and gradients")
     return list(rows.values())
@@ -254,33 +230,32 @@ def bench_kernels() -> list:
 
 # -------------------------------------------------------------------------------------- the PyTorch path
 
-def measure(path: str, L=2048, block_size=16, H=9, Hkv=3, D=64, repeats=3):
+def measure(path: str, L=2048, k=16, heads=9, kv_heads=3):
     """Forward plus backward: median seconds, and the MB of memory it took beyond q, k, v, o and gradients."""
     import resource
     unit = 2**20 if sys.platform == "darwin" else 2**10
     memory = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-    generator, mask = torch.Generator().manual_seed(0), None
-    q, k, v, weight = (torch.randn(1, h, 2 * L, D, generator=generator) for h in (H, Hkv, Hkv, H))
-    expand = lambda x: x.repeat_interleave(H // Hkv, 1)
+    *qkv, g = training_inputs(1, heads, kv_heads, L, 64, torch.float32, "cpu")
     if path == "dense":   # its mask is given, made a row at a time: only what SDPA makes of it counts
         mask, key = torch.empty(2 * L, 2 * L, dtype=torch.bool), torch.arange(2 * L)
-        bounds = (x[0] for x in row_intervals(intervals(L, block_size)))
+        bounds = (x[0] for x in row_intervals(intervals(L, k)))
         for row, low, end, own_low, own_end in zip(mask, *bounds):
             row.copy_((key >= low) & (key < end) | (key >= own_low) & (key < own_end))
 
     def attend(n):
-        inputs = [x[:, :, :n].requires_grad_() for x in (q.detach(), k.detach(), v.detach())]
+        q, *kv = inputs = [x[:, :, :n].detach().requires_grad_() for x in qkv]
         if path == "dense":
-            o = F.scaled_dot_product_attention(inputs[0], *map(expand, inputs[1:]), attn_mask=mask[:n, :n])
+            expanded = (x.repeat_interleave(heads // kv_heads, 1) for x in kv)
+            o = F.scaled_dot_product_attention(q, *expanded, attn_mask=mask[:n, :n])
         else:
-            o = sbd_attention(*inputs, block_size)
-        return o, *torch.autograd.grad(o, inputs, weight[:, :, :n])
+            o = sbd_attention(q, *kv, k)
+        return o, *torch.autograd.grad(o, inputs, g[:, :, :n])
 
     attend(128)   # what every run needs is loaded before the memory is read
     before = memory()
     needed = sum(x.nbytes for x in attend(2 * L)) / 2**20
     after = memory()
-    return median(timeit.repeat(lambda: attend(2 * L), number=1, repeat=repeats)), after - before - needed
+    return median(timeit.repeat(lambda: attend(2 * L), number=1, repeat=3)), after - before - needed
 
 
 def main(argv=None):
