@@ -25,6 +25,7 @@ from statistics import mean, median
 import torch
 import torch.nn.functional as F
 
+import adapter
 import generate as decoding
 import roofline
 from eb_sampler import SAMPLERS
@@ -32,7 +33,7 @@ from hf import free_memory, write_whole
 from kernels.packed_linear import pack, packed_linear, together
 from kv_cache import KVCache, run_window
 from model import Llama, LlamaConfig
-from sbd_loss import ntp_loss, sbd_loss
+from sbd_loss import adapter_loss, ntp_loss, sbd_loss
 
 HERE = Path(__file__).resolve().parent
 WINDOWS = (1, 2, 4, 8, 16, 32, 64)
@@ -377,25 +378,35 @@ def bench_decoding(model, case, prompts, modes, args) -> dict:
 
 
 def bench_training(model, case, args) -> dict:
-    """An SBD step against an NTP step of the same B and L: forward and backward (in flops, two forwards)."""
+    """An SBD step against an NTP step of the same B and L: forward and backward (in flops, two forwards); and
+    an adapter's, of rank 16, which the base's weights get no gradients in."""
     B, L, k = args.batch_size, args.seq_len, args.block_size
     tokens = torch.randint(model.config.vocab_size, (B, L), device=model.lm_head.weight.device)
+    adapter.detach(model)
+    weights = list(model.parameters())
+    adapter.attach(model, 16)
 
-    def step(loss, *more):
-        loss(model, tokens, *more).loss.backward()
+    def step(loss, *more, train=True, **options):
+        for weight in weights:
+            weight.requires_grad_(train)
+        loss(model, tokens, *more, **options).loss.backward()
         model.zero_grad()
 
-    jobs = dict(ntp=lambda: step(ntp_loss), sbd=lambda: step(sbd_loss, k))
+    jobs = dict(ntp=lambda: step(ntp_loss), sbd=lambda: step(sbd_loss, k),
+                adapter=lambda: step(adapter_loss, k, eta=1.0, train=False))
     seconds = interleaved(jobs, args.repeats)
+    adapter.detach(model)
     # An SBD step is two NTP ones: 2L tokens, and about L * L scores a head where causal attention has half.
+    # An adapter's: L clean tokens forward, L noisy ones forward and backward, without the weights' gradients.
     least = {name: 3 * roofline.forward_time(L, 0, rows, causal=True, **case)
-             for name, rows in (("ntp", B), ("sbd", 2 * B))}
+             for name, rows in (("ntp", B), ("sbd", 2 * B), ("adapter", B))}
     print(f"\ntraining step, {B} x {L} tokens, block {k}, without the optimizer")
     for name, s in seconds.items():
-        print(f"  {name:5}{spread(s)}, {median(s) / least[name]:.2f} times the roofline's "
+        print(f"  {name:8}{spread(s)}, {median(s) / least[name]:.2f} times the roofline's "
               f"{1e3 * least[name]:.1f} ms")
     slow = ratio(seconds["sbd"], seconds["ntp"])
-    print(f"  an SBD step costs {slow:.2f} NTP steps")
+    print(f"  an SBD step costs {slow:.2f} NTP steps, an adapter's "
+          f"{ratio(seconds['adapter'], seconds['sbd']):.2f} SBD steps")
     return dict(seconds=seconds, roofline=least, ratio=slow)
 
 

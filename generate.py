@@ -455,6 +455,8 @@ def main(argv=None):
     options, text = check(args)
     shipped = HERE / "checkpoints" / ("tiny-verified" if args.mode == "verified" else "tiny-sbd")
     model, tokenizer = load_model(args, shipped)
+    if model.adapter and args.block_size == Options.block_size:   # half the longest one of its training
+        options["block_size"] = max(2, model.adapter.get("block_size_max", 2 * args.block_size) // 2)
     if args.compile:
         compile_decoding(model)
     demo = text is None

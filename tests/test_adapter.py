@@ -285,7 +285,8 @@ def call(*command, code=0):
 def test_generate_command(folders):
     asked = "--prompt", "Eva has 5 pens. She buys 3 more. How many?\n", "--max_new_tokens=20"
     want = call("generate.py", f"--init_from={folders}/base", "--mode=ntp", *asked).stdout
-    assert call("generate.py", f"--init_from={folders}/adapter", *asked).stdout == want
+    done = call("generate.py", f"--init_from={folders}/adapter", *asked)
+    assert done.stdout == want and "verified: 20 tokens" in done.stderr
     (folders / "base").rename(folders / "moved")
     refused = call("generate.py", f"--init_from={folders}/adapter", *asked, code=2)
     assert "--base" in refused.stderr and refused.stderr.count("\n") == 1
@@ -294,6 +295,16 @@ def test_generate_command(folders):
     moved = f"--init_from={folders}/adapter", f"--base={folders}/moved"
     sbd = call("generate.py", *moved, "--gamma=0.1", *asked)
     assert "place 0" in sbd.stderr
+
+
+@pytest.mark.parametrize("command", (
+    ["eval.py", "--mode=verified", "--block_size=4", "--limit=3", "--max_new_tokens=12"],
+    ["speculative.py", "--num_prompts=2", "--max_new_tokens=12", "--repeats=1"],
+    ["bench.py", "--kv_lens=16", "--batches=1", "--batch_size=1", "--seq_len=16", "--repeats=1"]))
+def test_the_other_commands_take_an_adapter(folders, command):
+    more = [f"--out_dir={folders}/out"] if command[0] == "eval.py" else []
+    done = call(*command, *more, f"--init_from={folders}/adapter")
+    assert "verified" in done.stdout and "UNTRAINED" not in done.stdout
 
 
 # ------------------------------------------------------------------------------- what is laid out for speed
