@@ -188,7 +188,7 @@ def test_a_tiny_run_writes_all_figures(small, tmp_path, capsys):
     v = d["verified"]
     assert v["predicted"][0] == pytest.approx((v["tokens"] - 2) / v["forwards"] * d["forward_s"]["ntp 1"][0]
                                               / d["forward_s"][f"verified {round(v['mean_window'])}"][0])
-    assert set(figures["training"]["seconds"]) == {"ntp", "sbd"}
+    assert set(figures["training"]["seconds"]) == {"ntp", "sbd", "adapter"}
     assert "REPLAYING" not in capsys.readouterr().out
 
 
