@@ -54,6 +54,7 @@ def attach(model, rank: int, alpha=None) -> list:
     """
     need(rank >= 1, f"adapter rank {rank}: wanted 1 or more")
     need(model.adapter is None, "the model has an adapter: detach it first")
+    need(model.config.mask_id is not None, "the model's config has no mask_id: set one first")
     alpha = rank if alpha is None else alpha
     model.requires_grad_(False)
     for _, linear in linears(model):
@@ -82,14 +83,15 @@ def tensors(model) -> dict:
 
 # -------------------------------------------------------------------------------- in a forward
 
-def open_gate(gate):
+def open_gate(gate, compiled=False):
     """g as the layers take it: True, all rows; a slice or indices of rows; or g itself as numbers, (N, 1).
 
-    gate (B, T) bool, True or None. Indices serve decoding on the CPU; elsewhere nobody waits to learn them.
+    gate (B, T) bool, True or None. Indices serve decoding on the CPU: elsewhere nobody waits to learn them,
+    and compiled layers would be compiled again for each.
     """
     if gate is None or gate is True:
         return gate
-    if gate.device.type != "cpu" or torch.is_grad_enabled():
+    if compiled or gate.device.type != "cpu" or torch.is_grad_enabled():
         return gate.reshape(-1, 1)
     rows = gate.flatten().nonzero()[:, 0]
     if not len(rows):
@@ -159,8 +161,7 @@ def save(model, folder, dtype=None, **about) -> None:
     weights = {name: x.detach().to(dtype or x.dtype).contiguous() for name, x in tensors(model).items()}
     model.adapter |= about
     if model.folder is not None:
-        about = dict(base=str(model.folder), weights=fingerprint(model.folder))
-        model.adapter = about | model.adapter
+        model.adapter = dict(base=str(model.folder)) | model.adapter | dict(weights=fingerprint(model.folder))
     write_whole(folder / WEIGHTS, lambda path: save_file(weights, path, metadata={"format": "pt"}))
     text = json.dumps(model.adapter, indent=2) + "\n"
     write_whole(folder / ABOUT, lambda path: path.write_text(text))

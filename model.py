@@ -220,7 +220,7 @@ class Llama(nn.Module):
         """tokens (B, T), positions (T,) or (B, T), default 0..T-1 -> (B, T, C), before the head."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        gate = None if self.adapter is None else open_gate(gate)
+        gate = None if self.adapter is None else open_gate(gate, self.compiled or self.graphs is not None)
         x = self.model.embed_tokens(tokens.flatten())                           # (B * T, C)
         x = embedded(self, x, tokens.flatten(), gate)
         cos, sin = rotary(self.config, positions.expand_as(tokens), x.dtype)

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import adapter
 from brute_force import tiny_model
 from generate import decode, generate
 from kernels.cuda_graph import Graphs
@@ -119,6 +120,8 @@ def test_replayed_forwards_decode_the_same_and_few_are_recorded(mode, by_rule):
         return Tape(*args)
     for case in range(8):
         model = tiny_model(("llama", "qwen3")[case % 2], V, MASK, seed=case, head=0.3, dtype=torch.float32)
+        for weight in adapter.attach(model, 2) if case % 4 > 1 else ():
+            weight.data.normal_()
         k, B = rng.randint(2, 7), (1, 3, 5, 7)[case // 2]
         prompts = [[rng.randrange(V - 1) for _ in range(rng.choice((1, 2, 5, 9)))] for _ in range(B)]
         options = dict(mode=mode, gamma=1.0, max_new_tokens=14, stop_ids=rng.sample(range(V - 1), 2))
