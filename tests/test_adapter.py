@@ -300,7 +300,8 @@ def test_generate_command(folders):
 @pytest.mark.parametrize("command", (
     ["eval.py", "--mode=verified", "--block_size=4", "--limit=3", "--max_new_tokens=12"],
     ["speculative.py", "--num_prompts=2", "--max_new_tokens=12", "--repeats=1"],
-    ["bench.py", "--kv_lens=16", "--batches=1", "--batch_size=1", "--seq_len=16", "--repeats=1"]))
+    ["bench.py", "--kv_lens=16", "--batches=1", "--batch_size=1", "--seq_len=16", "--repeats=1",
+     "--num_prompts=1", "--max_new_tokens=12"]))
 def test_the_other_commands_take_an_adapter(folders, command):
     more = [f"--out_dir={folders}/out"] if command[0] == "eval.py" else []
     done = call(*command, *more, f"--init_from={folders}/adapter")
