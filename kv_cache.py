@@ -214,12 +214,12 @@ def run_window(model, cache: KVCache, tokens: list, num_causal: list, sees: list
     w, W = window(cache, num_causal, sees, block_size), max(map(len, tokens))
     ids = torch.tensor([[*t] + [0] * (W - len(t)) for t in tokens]).to(cache.k.device)   # (B, W)
     if model.graphs is None or w.rule is None or w.causal:   # prefills, of many lengths, run as they are
-        gate = None if model.adapter is None or w.gate is None else w.gate.to(ids.device)
-        return model.hidden(ids, w.positions, cached_attend(cache, w), gate)
+        gated = {} if model.adapter is None or w.gate is None else dict(gate=w.gate.to(ids.device))
+        return model.hidden(ids, w.positions, cached_attend(cache, w), **gated)
 
     def forward(ids, positions, rule):   # over rows of all memory, of any length: that decides the splits
         K, V = (x[:, :len(ids)] for x in cache.whole)
-        gate = rule[:, 2 + W:] >= 0   # the tokens of blocks
-        return model.hidden(ids, positions, kernel_attend(cache.kernel, K, V, rule, K.shape[3]), gate)
+        gated = {} if model.adapter is None else dict(gate=rule[:, 2 + W:] >= 0)   # the tokens of blocks
+        return model.hidden(ids, positions, kernel_attend(cache.kernel, K, V, rule, K.shape[3]), **gated)
 
     return model.graphs.replay(cache, forward, ids, w.positions, w.rule)
