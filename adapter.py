@@ -172,7 +172,7 @@ def read_about(folder) -> dict:
     path = Path(folder) / ABOUT
     about = read_json(path)
     for name, kind, good in (("rank", int, lambda x: 1 <= x <= 2**16), ("alpha", (int, float), math.isfinite),
-                             ("mask_id", int, lambda x: x >= 0), ("base", str, len)):
+                             ("mask_id", int, lambda x: x >= 0)):
         value = about.get(name)
         need(isinstance(value, kind) and not isinstance(value, bool) and good(value),
              f"{path}: {name} is {shown(value)}: it is not the adapter.json of a gated adapter")
@@ -192,7 +192,8 @@ def base_of(name_or_dir, adapter=None):
             return name_or_dir, None, None
         folder = steps[-1]
     about = read_about(folder)
-    base = about["base"] if adapter is None else name_or_dir
+    base = about.get("base") if adapter is None else name_or_dir
+    need(base and isinstance(base, str | Path), f"{folder / ABOUT} names no base: give --base")
     there = os.path.isdir(base) or not os.path.isabs(base)   # or a name of the hub
     need(there, f"{folder}: its base {base} is not there: give --base")
     return base, folder, about["mask_id"]

@@ -247,6 +247,20 @@ def test_saved_and_loaded(folders):
     assert all(torch.equal(want[name], got[name].to(want[name].dtype)) for name in want)
 
 
+def test_models_in_memory_hand_adapters_on(tmp_path):
+    model, other, tokens = large(base()), base(), torch.randint(0, 40, (2, 9))
+    adapter.save(model, tmp_path)
+    adapter.load(other, tmp_path)
+    assert torch.equal(model(tokens, gate=True), other(tokens, gate=True))
+    with pytest.raises(ValueError, match="names no base"):
+        Llama.from_pretrained(tmp_path)
+    adapter.detach(other)
+    with pytest.raises(ValueError, match="rank 3"):
+        adapter.load(base(QWEN), tmp_path)
+    with pytest.raises(ValueError, match="rank"):
+        adapter.attach(other, 0)
+
+
 def test_a_change_of_the_base_is_one_line(folders, capsys):
     Llama.from_pretrained(folders / "adapter")
     assert capsys.readouterr().err == ""
