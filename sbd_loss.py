@@ -140,7 +140,7 @@ class FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, wanted, weight):
-        exact, size = torch.promote_types(hidden.dtype, torch.float32), max(1, LOGITS // 4 // len(weight))
+        exact, size = torch.promote_types(hidden.dtype, torch.float32), max(1, LOGITS // 16 // len(weight))
         losses, gradients = [], []
         for rows, target in zip(hidden.split(size), wanted.split(size)):
             log_q = F.linear(rows, weight).to(exact).log_softmax(-1)              # (n, V)
