@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hf import need, read_json, shards, shown, write_whole
+from hf import need, newest_with, read_json, shards, shown, write_whole
 from kernels.packed_linear import add_low_rank, together
 
 WEIGHTS, ABOUT = "adapter.safetensors", "adapter.json"
@@ -101,8 +101,8 @@ def open_gate(gate, compiled=False):
 
 
 def through(x, *maps, gate=None, joint=1):
-    """x (N, in) -> W x + g (alpha / r) B A x of each map, (N, out); of the first `joint` in decoding as one
-    tensor, as `together` has them."""
+    """Method section 11: y = W x + g (alpha / r) B A x of each map; x (N, in) -> (N, out) each, in decoding
+    the first `joint` as one tensor, as `together` has them."""
     parts = together(x, *maps, joint=joint) if len(maps) > 1 else [maps[0](x)]
     if gate is None or maps[0].low_rank is None or add_low_rank(parts, x, maps, gate):
         return parts
@@ -184,18 +184,16 @@ def base_of(name_or_dir, adapter=None):
 
     name_or_dir: a model, or the folder of an adapter, or of a training run under way that has one.
     """
-    folder = Path(name_or_dir if adapter is None else adapter)
-    if not (folder / ABOUT).is_file():
-        steps = sorted(step for step in folder.glob("step-*") if (step / ABOUT).is_file())
-        need(steps or adapter is None, f"{folder} holds no {ABOUT}: wanted the folder of an adapter")
-        if not steps or (folder / "config.json").is_file():
-            return name_or_dir, None, None
-        folder = steps[-1]
+    place = name_or_dir if adapter is None else adapter
+    folder = newest_with(place, ABOUT)
+    need(folder or adapter is None, f"{place} holds no {ABOUT}: wanted the folder of an adapter")
+    if not folder or folder != Path(place) and os.path.isfile(os.path.join(place, "config.json")):
+        return name_or_dir, None, None
     about = read_about(folder)
     base = about.get("base") if adapter is None else name_or_dir
     need(base and isinstance(base, str | Path), f"{folder / ABOUT} names no base: give --base")
     there = os.path.isdir(base) or not os.path.isabs(base)   # or a name of the hub
-    need(there, f"{folder}: its base {base} is not there: give --base")
+    need(there, f"{folder}: its base {base} is not there: bring it back, or name it as --base")
     return base, folder, about["mask_id"]
 
 

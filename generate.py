@@ -12,6 +12,7 @@ window. """
 from cli import (add_model, add_options, check_file, load_model, need, need_mask, open_device, parser,
                  read_prompt, run)
 
+import argparse
 import itertools
 import math
 import numbers
@@ -389,7 +390,7 @@ def parse(argv=None):
            "graph; slower to start")
     add_model(p, "default: the shipped tiny model", dtypes=("float32", "bfloat16", "float16", "float64"))
     add_options(p, Options, mode=None, gamma=None, seed=0)
-    return p.parse_args(argv)
+    return p.parse_args(argv, argparse.Namespace(block_size=None))   # None: not given, an adapter has its own
 
 
 # The options that not every mode has a use for, and the modes that do.
@@ -402,7 +403,8 @@ def check(args):
     defaults = parse([])
     args.mode = args.mode or ("verified" if args.gamma is None else "sbd")
     options = {f.name: getattr(args, f.name) for f in fields(Options) if f.metadata}
-    options["gamma"] = 0.1 if args.gamma is None else args.gamma
+    for name in ("gamma", "block_size"):
+        options[name] = getattr(Options if options[name] is None else args, name)
     Options(**options)
     need(1 <= args.num_samples <= 2**16, f"--num_samples {args.num_samples}: wanted 1 to {2**16}")
     need(not args.trace or args.max_new_tokens,
@@ -455,8 +457,8 @@ def main(argv=None):
     options, text = check(args)
     shipped = HERE / "checkpoints" / ("tiny-verified" if args.mode == "verified" else "tiny-sbd")
     model, tokenizer = load_model(args, shipped)
-    if model.adapter and args.block_size == Options.block_size:   # half the longest one of its training
-        options["block_size"] = max(2, model.adapter.get("block_size_max", 2 * args.block_size) // 2)
+    if model.adapter and args.block_size is None:   # half the longest one of its training
+        options["block_size"] = max(2, model.adapter.get("block_size_max", 2 * Options.block_size) // 2)
     if args.compile:
         compile_decoding(model)
     demo = text is None

@@ -66,13 +66,20 @@ def preset_mask_id(name):
     return next((kw["mask_id"] for key, (kw, hub) in PRESETS.items() if str(name) in (key, hub)), None)
 
 
+def newest_with(folder, file: str):
+    """The folder if it holds that file, else, while training has only checkpoints there, the newest that
+    does, or None."""
+    if not str(folder) or not os.path.isdir(folder):
+        return None
+    steps = [path.parent for path in Path(folder).glob(f"step-*/{file}") if path.is_file()]
+    return Path(folder) if os.path.exists(Path(folder) / file) else max(steps, default=None)
+
+
 def find_folder(name_or_dir, weights=True) -> Path:
     """The local folder of a preset, hub id or path; downloads (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE apply)."""
     name = str(name_or_dir)
     if name and os.path.isdir(name):
-        folder = Path(name)   # while training has only checkpoints there, the newest
-        steps = [path.parent for path in folder.glob("step-*/config.json") if path.is_file()]
-        return folder if (folder / "config.json").exists() else max(steps, default=folder)
+        return newest_with(name, "config.json") or Path(name)
     hub_id = PRESETS[name][1] if name in PRESETS else name
     need(hub_id is not None, f"{name} has no published weights: use it as a shape only")
     need(re.fullmatch(r"(?!\.+/)[\w.-]+/[\w.-]+", hub_id, re.ASCII),

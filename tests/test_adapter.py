@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -229,7 +230,7 @@ def folders(tmp_path):
     model = Llama.from_pretrained(ROOT / "checkpoints/tiny-ntp", dtype=torch.float32)
     model.save_pretrained(tmp_path / "base")
     model = large(Llama.from_pretrained(tmp_path / "base"), 2)
-    adapter.save(model, tmp_path / "adapter", torch.bfloat16, place0=False)
+    adapter.save(model, tmp_path / "adapter", torch.bfloat16, place0=False, block_size_max=8)
     return tmp_path
 
 
@@ -301,6 +302,10 @@ def test_generate_command(folders):
     want = call("generate.py", f"--init_from={folders}/base", "--mode=ntp", *asked).stdout
     done = call("generate.py", f"--init_from={folders}/adapter", *asked)
     assert done.stdout == want and "verified: 20 tokens" in done.stderr
+    for given, k in (([], 4), (["--block_size=16"], 16)):   # half the longest of its training, or as asked
+        given = [*given, f"--init_from={folders}/adapter", f"--trace={folders}/t.html"]
+        call("generate.py", *given, *asked)
+        assert re.search(rf"block_size\W+{k}\b", (folders / "t.html").read_text())
     (folders / "base").rename(folders / "moved")
     refused = call("generate.py", f"--init_from={folders}/adapter", *asked, code=2)
     assert "--base" in refused.stderr and refused.stderr.count("\n") == 1
