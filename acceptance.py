@@ -12,6 +12,7 @@ Shapes: n tokens of a text, k block size, d = k - 1 draft length.
 """
 from cli import add_model, load_model, need, need_between, need_mask, parser, run
 
+import itertools
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import torch
 
 from data.answers.prepare import check, prompt_ids
 from data.jsonl.prepare import rows
+from eval import bootstrap
 from generate import Options, drafted, generate, likeliest, logits_at
 from kv_cache import KVCache, run_window
 
@@ -71,20 +73,14 @@ def leading(draft, text) -> int:
     return (same + [False]).index(False)
 
 
-def interval(tokens, nfe, rng, draws=2000):
-    """sum(tokens) / sum(nfe) with its 95% bootstrap interval over texts."""
-    tokens, nfe = np.asarray(tokens, float), np.asarray(nfe, float)
-    pick = rng.integers(0, len(tokens), (draws, len(tokens)))
-    low, high = np.percentile(tokens[pick].sum(1) / nfe[pick].sum(1), (2.5, 97.5))
-    return f"{tokens.sum() / nfe.sum():.2f} [{low:.2f}, {high:.2f}]"
+def interval(a, b):
+    """sum(a) / sum(b) over all texts, with its 95% interval, in words."""
+    return "{:.2f} [{:.2f}, {:.2f}]".format(sum(a) / sum(b), *bootstrap(a, b))
 
 
 def numbers(text):
     """"4,6,8" -> [4, 6, 8]."""
-    try:
-        return [int(x) for x in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{text!r}: wanted whole numbers with commas between them") from None
+    return list(map(int, text.split(",")))
 
 
 def parse(argv=None):
@@ -102,15 +98,15 @@ def parse(argv=None):
     args = p.parse_args(argv)
     need(args.init_from, "no model: give --init_from")
     need_between(args, num=(1, 10**6), max_new_tokens=(2, 2**20), batch_size=(1, 2**16))
-    for k, h in zip(args.block_sizes, args.hedges):
-        Options(mode="verified", block_size=k, hedges=h)
+    for k, h in itertools.product(args.block_sizes, args.hedges):
+        Options(block_size=k, hedges=h)
     need(min(args.block_sizes) > 1, "--block_sizes: wanted 2 or more, a block of one drafts nothing")
     return args
 
 
 def grid(model, prompts, texts, args):
-    """Print the table -> (tokens a forward, k, h) of the best cell."""
-    rng, best = np.random.default_rng(0), (0, 0, 0)
+    """Print the table -> k and h of the cell with the most tokens a forward."""
+    best, tokens = (), list(map(len, texts))
     print("| k | h | tokens a forward [95%] | drafts accepted | tokens a window |\n|---|---|---|---|---|")
     for k in args.block_sizes:
         laid = [drafts(model, prompt, text, k) for prompt, text in zip(prompts, texts)]
@@ -119,10 +115,9 @@ def grid(model, prompts, texts, args):
             nfe = [len(accepted) for accepted, _ in each]
             accepted = sum(sum(a) for a, _ in each) / sum(nfe)
             window = sum(sum(w) for _, w in each) / sum(sum(map(bool, w)) for _, w in each)
-            speedup = interval(list(map(len, texts)), nfe, rng)
-            print(f"| {k} | {h} | {speedup} | {accepted:.2f} | {window:.1f} |", flush=True)
-            best = max(best, (sum(map(len, texts)) / sum(nfe), k, h))
-    return best
+            print(f"| {k} | {h} | {interval(tokens, nfe)} | {accepted:.2f} | {window:.1f} |", flush=True)
+            best = max(best, (-sum(nfe), -k, h))
+    return -best[1], best[2]
 
 
 def clock(model, prompts, k, h, args):
@@ -137,15 +132,16 @@ def clock(model, prompts, k, h, args):
             seconds[j, i] = time.perf_counter() - began
         same += rows[0].tokens == rows[1].tokens
         nfe.append((len(rows[1].tokens), rows[1].nfe))
-    rng, (tokens, nfe) = np.random.default_rng(0), zip(*nfe)
-    print(f"decoded, k={k} h={h}, {len(prompts)} texts: {interval(tokens, nfe, rng)} tokens a forward, "
-          f"{interval(*seconds, rng)} times NTP's speed ({sum(tokens) / seconds[0].sum():.1f} tokens/s), "
+    tokens, nfe = zip(*nfe)
+    print(f"decoded, k={k} h={h}, {len(prompts)} texts: {interval(tokens, nfe)} tokens a forward, "
+          f"{interval(*seconds)} times NTP's speed ({sum(tokens) / seconds[0].sum():.1f} tokens/s), "
           f"{same} texts are NTP's")
 
 
 def main(argv=None):
     args = parse(argv)
-    lines = [row for _, row in rows(args.prompts, check)][:args.num]
+    lines = [row for _, row in itertools.islice(rows(args.prompts, check), args.num)]
+    need(lines, f"{', '.join(map(str, args.prompts))}: no prompt in there")
     model, tokenizer = load_model(args)
     need_mask(model.config, args.init_from)
     prompts = [prompt_ids(row, tokenizer, args.chat) for row in lines]
@@ -154,9 +150,9 @@ def main(argv=None):
         some = prompts[at:at + args.batch_size]
         texts += [row.tokens for row in generate(model, some, mode="ntp", max_new_tokens=args.max_new_tokens)]
     print(f"{len(texts)} texts, {sum(map(len, texts))} tokens")
-    best, k, h = grid(model, prompts, texts, args)
+    best = grid(model, prompts, texts, args)
     if args.decode:
-        clock(model, prompts, k, h, args)
+        clock(model, prompts, *best, args)
 
 
 if __name__ == "__main__":

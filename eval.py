@@ -228,7 +228,7 @@ def compare(args, tasks, models, jobs):
 
 def run_options(args, models, num_problems):
     """What has to be the same for results to stand in one table."""
-    code = ("generate.py", "eb_sampler.py", "kv_cache.py", "model.py", "tokenizer.py",
+    code = ("generate.py", "eb_sampler.py", "kv_cache.py", "model.py", "adapter.py", "tokenizer.py",
             "data/word_problems/prepare.py")
     return dict(problems=num_problems, max_new_tokens=args.max_new_tokens, device=args.device,
                 dtype=str(next(iter(models.values()))[0].lm_head.weight.dtype),

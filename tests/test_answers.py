@@ -89,7 +89,7 @@ answers.main({options(asked, tmp_path / "out")!r})"""
 
 @pytest.mark.parametrize("change, words", [
     (dict(temperature=0.5), "another model, prompts or options"), (dict(batch_size=0), "batch_size"),
-    (dict(max_new_tokens=0), "max_new_tokens"), (dict(val_fraction=1), "val_fraction"),
+    (dict(max_new_tokens=0), "max_new_tokens"), (dict(val_fraction=1.1), "val_fraction"),
     (dict(prompts="nowhere.jsonl"), "nowhere.jsonl"), (dict(temperature=-1), "temperature")])
 def test_what_is_refused(asked, tmp_path, change, words):
     answers.main(options(asked, tmp_path / "out"))
@@ -138,6 +138,12 @@ def test_one_recorded_text_tells_what_decoding_does(k):
                 assert steps[-1].row.tokens == ntp.tokens and steps[-1].row.nfe == len(accepted)
 
 
+def test_rows_that_would_all_be_held_out_are_refused_before_they_are_answered(asked, tmp_path):
+    with pytest.raises(ValueError, match="holds out 23"):
+        answers.main(options(asked, tmp_path / "out", val_fraction=0.99))
+    assert not (tmp_path / "out").exists()
+
+
 def test_acceptance_command(asked, tmp_path, capsys):
     path = tmp_path / "prompts.jsonl.gz"
     path.write_bytes(gzip.compress(asked.read_bytes()))
@@ -146,6 +152,7 @@ def test_acceptance_command(asked, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("3 texts") and len(lines) == 3 + 4 + 1
     assert lines[-1].startswith("decoded, k=8 h=2, 3 texts") and "3 texts are NTP's" in lines[-1]
-    for bad in ("--block_sizes=1", "--hedges=0", "--hedges=x", "--num=0", "--max_new_tokens=1"):
+    for bad in ("--block_sizes=1", "--block_sizes=4,4,4,2000", "--hedges=0",
+                "--hedges=x", "--num=0", "--max_new_tokens=1"):
         with pytest.raises(ValueError):
             acceptance.main([f"--init_from={BASE}", f"--prompts={path}", bad])

@@ -21,10 +21,9 @@ import json
 import os
 import time
 
-import numpy as np
-
 from data.bin import locked, write_set
-from data.jsonl.prepare import rows as rows_of
+from data.jsonl.prepare import hold_out, rows as rows_of
+from eval import bar
 from generate import Options, check_prompts, generate
 from hf import write_whole
 
@@ -87,19 +86,18 @@ def answer(model, tokenizer, prompts, path, head, args):
             os.fsync(file.fileno())
         told += sum(len(answers[i]) for i in batch)
         seconds, done = time.monotonic() - began, len(answers)
-        left = seconds / (done - start) * (len(prompts) - done) / 60
-        print(f"\r[{'#' * (30 * done // len(prompts)):30}] {done} of {len(prompts)} answers, "
-              f"{told / seconds:,.0f} tokens/s, {left:.1f} min left ", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+        left = seconds / (done - start) * (len(prompts) - done) / 60                       # minutes
+        bar(done / len(prompts), f"{done} answers, {told / seconds:,.0f} tokens/s, {left:.1f} min left", True)
+    bar(1.0, "", False)
     return answers
 
 
 def batches(lengths, done, B):
     """Rows still to do, B a batch: of 16 batches at a time those of similar length together, whose caches
     then hold little padding."""
-    todo = [i for i in range(len(lengths)) if i not in done]
-    for at in range(0, len(todo), 16 * B):
-        near = sorted(todo[at:at + 16 * B], key=lambda i: lengths[i])
+    open_rows = [i for i in range(len(lengths)) if i not in done]
+    for at in range(0, len(open_rows), 16 * B):
+        near = sorted(open_rows[at:at + 16 * B], key=lambda i: lengths[i])
         yield from (near[i:i + B] for i in range(0, len(near), B))
 
 
@@ -121,7 +119,7 @@ def parse(argv=None):
     add_options(p, Options, DRAWN, seed=0)
     args = p.parse_args(argv)
     need(args.init_from, "no model: give --init_from")
-    need_between(args, batch_size=(1, 2**16), val_fraction=(0, 0.99), max_new_tokens=(1, 2**24),
+    need_between(args, batch_size=(1, 2**16), val_fraction=(0, 1), max_new_tokens=(1, 2**24),
                  seed=(0, 2**63 - 1))
     Options(**{name: getattr(args, name) for name in DRAWN})
     return args
@@ -130,20 +128,18 @@ def parse(argv=None):
 def main(argv=None):
     args = parse(argv)
     rows = [row for _, row in rows_of(args.prompts, check)]                # reads and checks every row
-    need(len(rows) > 1 or rows and not args.val_fraction, f"{len(rows)} prompts: wanted more to learn from")
+    held_out = hold_out(len(rows), args.val_fraction, args.seed)
     model, tokenizer = load_model(args)
     prompts = [prompt_ids(row, tokenizer, args.chat) for row in rows]
     check_prompts(model.config, prompts, "ntp", 1)
     digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
-    head = dict(init_from=args.init_from, prompts=digest, **{name: getattr(args, name) for name in DRAWN})
+    head = dict(init_from=args.init_from, mask_id=model.config.mask_id, prompts=digest,
+                **{name: getattr(args, name) for name in DRAWN})
     args.out_dir.mkdir(parents=True, exist_ok=True)
     with locked(args.out_dir):
         answers = answer(model, tokenizer, prompts, args.out_dir / "answers.jsonl", head, args)
-    num_val = max(1, round(args.val_fraction * len(rows))) if args.val_fraction else 0
-    held_out = np.random.default_rng(args.seed).permutation(len(rows)) < num_val
-    splits = dict(train=documents(prompts, answers, ~held_out))
-    if num_val:
-        splits["val"] = documents(prompts, answers, held_out)
+    splits = {split: documents(prompts, answers, wanted)
+              for split, wanted in (("train", ~held_out), ("val", held_out)) if wanted.any()}
     write_set(args.out_dir, splits, model.config.stop_ids, tokenizer.vocab_size, say=True,
               tokenizer=args.init_from, tokenizer_hash=tokenizer.hash)
 

@@ -99,6 +99,13 @@ def documents(files, tokenizer, wanted):
                 raise ValueError(f"{where}: {error}") from None
 
 
+def hold_out(num_rows, val_fraction, seed):
+    """Which rows are held out, bool (num_rows,); ValueError where none would be left to train on."""
+    num_val = max(1, round(val_fraction * num_rows)) if val_fraction else 0
+    need(num_val < num_rows, f"{num_rows} rows: too few, --val_fraction holds out {num_val} of them")
+    return np.random.default_rng(seed).permutation(num_rows) < num_val
+
+
 def main(argv=None):
     p = parser("Your own .jsonl files as a training set.")
     p.add_argument("files", nargs="+", type=Path, help=".jsonl files")
@@ -109,14 +116,12 @@ def main(argv=None):
     args = p.parse_args(argv)
     need_between(args, val_fraction=(0, 1), seed=(0, 2**63 - 1))
     is_chat = ["messages" in row for _, row in rows(args.files)]             # reads and checks every row
-    num_val = max(1, round(args.val_fraction * len(is_chat))) if args.val_fraction else 0
-    need(num_val < len(is_chat), f"{len(is_chat)} rows: too few, --val_fraction holds out {num_val} of them")
+    held_out = hold_out(len(is_chat), args.val_fraction, args.seed)
     tokenizer = Tokenizer.from_pretrained(args.tokenizer)
     stop_ids = {tokenizer.eos_id} - {None}
     if any(is_chat):                                                         # the template's end of turn
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         stop_ids.add(encode_chat(probe, tokenizer)[0][0][-1])
-    held_out = np.random.default_rng(args.seed).permutation(len(is_chat)) < num_val
     splits = {split: documents(args.files, tokenizer, wanted)
               for split, wanted in (("train", ~held_out), ("val", held_out)) if wanted.any()}
     write_set(args.out_dir, splits, stop_ids, tokenizer.vocab_size, say=True,
