@@ -473,6 +473,8 @@ def check(args):
         given = getattr(args, name)
         need(least <= given <= most, f"--{name} {given}: wanted {least} to {most}")
     need(not args.adapter_rank or args.objective == "sbd", "--adapter_rank learns the sbd objective, not ntp")
+    need(args.adapter_rank or args.targets == "self" and not args.place0,
+         "--targets and --place0 are an adapter's: give --adapter_rank or --recipe=adapter")
     need(args.block_size_min <= args.block_size_max,
          f"--block_size_min {args.block_size_min} is more than --block_size_max {args.block_size_max}")
 
@@ -492,13 +494,13 @@ def need_memory(args, config):
         parameters = sum(w.numel() for w in Llama(config).parameters())
     tokens = args.batch_size * args.seq_len * (1 if args.objective == "ntp" else 2)   # of a forward
     inputs = tokens * config.num_hidden_layers * config.hidden_size
-    least = 16 * parameters + 4 * inputs
-    if args.adapter_rank:   # the weights, read only; without an adapter's own, which is small
-        least = (parameters * (2 if args.base_dtype == "bfloat16" else 4)) + 2 * inputs
+    least, what = 16 * parameters + 4 * inputs, "weights, gradients, AdamW's states"
+    if args.adapter_rank:   # inputs of the noisy half only; its own matrices are small beside that
+        least, what = getattr(torch, args.base_dtype).itemsize * parameters + 2 * inputs, "weights"
     size, free = least / 2**30, free_memory(args.device) / 2**30
-    need(size <= free, f"training {args.init_from} needs {size:.1f} GiB for weights, gradients, AdamW's "
-                       f"states and layers' inputs, {args.device} has {free:.1f} GiB free: use more memory, "
-                       "or a smaller model or --batch_size")
+    need(size <= free, f"training {args.init_from} needs {size:.1f} GiB for {what} and layers' inputs, "
+                       f"{args.device} has {free:.1f} GiB free: use more memory, or a smaller model or "
+                       "--batch_size")
     rows = args.batch_size * args.grad_accum
     size, free = 20 * rows * args.seq_len / 2**30, free_memory("cpu") / 2**30   # ids, documents, masks, noise
     need(size <= free, f"--batch_size times --grad_accum: the {rows} rows of a step need {size:.1f} GiB, "

@@ -194,9 +194,10 @@ class Chunks:
                 continue
             past, own = (kc >= first) & (kc < middle), (kn >= middle) & (kn < end)
             rows, keys = [slice(s, e)], [slice(low, e), slice(L + own_low, L + own_end)]
-            clean, noisy = torch.cat((mask, torch.zeros_like(own)), 2), torch.cat((past, own), 2)
+            noisy = torch.cat((past, own), 2)
             if self.clean:
-                rows, noisy = [slice(s, e), slice(L + s, L + e)], torch.cat((clean, noisy), 1)
+                rows, clean = [slice(s, e), slice(L + s, L + e)], torch.cat((mask, torch.zeros_like(own)), 2)
+                noisy = torch.cat((clean, noisy), 1)
             yield rows, keys, noisy
 
 

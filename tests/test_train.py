@@ -161,6 +161,7 @@ def test_an_adapter_is_killed_and_resumed_bit_for_bit_and_goes_on_from_its_folde
     refused(argv(more, adapter_rank=4), "adapter of rank 3", capsys)
     refused(argv(more, adapter_rank=0), "adapter of rank 3", capsys)
     refused(argv(more, objective="ntp"), "not ntp", capsys)
+    refused(argv(more, adapter_rank=0, place0=True), "give --adapter_rank", capsys)
     refused(argv(more, out_dir=out), "another run", capsys)
     train.main(argv(more))
     about = json.loads((tmp_path / "more/adapter.json").read_text())
